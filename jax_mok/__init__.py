@@ -1,1 +1,38 @@
-"""jax_mok"""
+"""Mixture-of-experts layers for JAX: dispatch, experts and combine in one XLA custom call.
+
+    y = jax_mok.moe(x, expert_ids, expert_weights, w_gate, w_up, w_down)
+
+See `moe`. `jax_mok.flax.MoE` and `jax_mok.linen.MoE` are layers made of it. Importing jax_mok
+starts no JAX backend and loads no framework.
+"""
+
+from jax_mok import shapes
+from jax_mok._fused import OUTPUT_NAME, RESIDUAL_NAME
+from jax_mok.config import Config, SharedExpert, Swiglu
+from jax_mok.errors import MokError
+from jax_mok.ffi import disabled_safety_checks, register
+from jax_mok.moe import moe
+from jax_mok.routing import Routing, route, update_selection_bias
+from jax_mok.runtime import build_info, call_counts, implementation_used, set_num_threads
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OUTPUT_NAME",
+    "RESIDUAL_NAME",
+    "Config",
+    "MokError",
+    "Routing",
+    "SharedExpert",
+    "Swiglu",
+    "build_info",
+    "call_counts",
+    "disabled_safety_checks",
+    "implementation_used",
+    "moe",
+    "register",
+    "route",
+    "set_num_threads",
+    "shapes",
+    "update_selection_bias",
+]

@@ -1,0 +1,204 @@
+"""The custom calls: registration with XLA, and typed wrappers around `jax.ffi.ffi_call`.
+
+Operands and results are those of the handlers in csrc/ffi; an absent optional operand is an array
+of shape [0]. Nothing here knows about autodiff or meshes.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_mok import _core
+from jax_mok.config import Activation
+
+FORWARD = "jax_mok_forward"
+BACKWARD = "jax_mok_backward"
+CHECK = "jax_mok_check"
+
+_register_lock = threading.Lock()
+
+
+def register() -> None:
+    """Registers the custom calls with XLA. `moe` does it by itself when it is first traced.
+
+    Only a program that never traces `moe` needs to call it: one that runs a deserialised
+    `jax.export` artefact, say. It starts JAX's backend (the CPU handlers keep state, and XLA takes
+    such handlers only once it is up), so call `jax.distributed.initialize` first.
+    """
+    with _register_lock:
+        _register_once()
+
+
+@functools.cache
+def _register_once() -> None:
+    jax.devices()
+    _core.load_blas(_openblas_path())
+    state = _core.meeting_type()
+    jax.ffi.register_ffi_type("jax_mok_meeting", state, platform="cpu")
+    for name, handler in _core.cpu_handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+
+
+def _openblas_path() -> str:
+    """Path of the OpenBLAS library that pip installed for us."""
+    import scipy_openblas32
+
+    directory = pathlib.Path(scipy_openblas32.get_lib_dir())
+    names = ("libscipy_openblas.so", "libscipy_openblas.dylib", "scipy_openblas.dll")
+    for name in names:
+        if (directory / name).exists():
+            return str(directory / name)
+    raise ImportError(f"scipy-openblas32 is installed, but {directory} holds none of {names}.")
+
+
+def disabled_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What to pass as `disabled_checks` to `jax.export.export` of a function that calls `moe`.
+
+    JAX refuses to export custom calls whose stability it cannot vouch for; ours are stable within
+    a minor version of jax_mok.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(n) for n in (FORWARD, BACKWARD, CHECK)]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """The static part of a call: attributes of the custom call. Hashable."""
+
+    num_ranks: int
+    world: int
+    num_experts: int
+    macrobatch_rows: int
+    minibatch_rows: int
+    activation: Activation
+    residuals: str
+
+    def attributes(self, *, save: bool) -> dict[str, np.generic]:
+        kind = ("swiglu", "geglu", "reglu").index(self.activation.kind)
+        return {
+            "num_ranks": np.int64(self.num_ranks),
+            "world": np.int64(self.world),
+            "num_experts": np.int64(self.num_experts),
+            "macrobatch_rows": np.int64(self.macrobatch_rows),
+            "minibatch_rows": np.int64(self.minibatch_rows),
+            "save": np.int64(save),
+            "activation": np.int64(kind),
+            "alpha": np.float32(self.activation.alpha),
+            "limit": np.float32(self.activation.limit),
+            "up_offset": np.float32(self.activation.up_offset),
+        }
+
+
+def result_like(shape, dtype, like) -> jax.ShapeDtypeStruct:
+    """Type of a result that varies over the same manual mesh axes as `like`.
+
+    A plain ShapeDtypeStruct would make it silently non-varying inside shard_map, and gradients
+    wrong.
+    """
+    aval = jax.typeof(like)
+    if aval.sharding.mesh.empty:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(
+        shape,
+        dtype,
+        sharding=NamedSharding(aval.sharding.mesh, PartitionSpec()),
+        manual_axis_type=aval.manual_axis_type,
+    )
+
+
+def absent(dtype) -> jax.Array:
+    """Stands for an optional operand that is not there."""
+    return jnp.zeros((0,), dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Differentiable operands of a call, local to one rank.
+
+    x [T, H]; expert_weights [T, k] float32; w_gate, w_up [E_local, H, I]; w_down [E_local, I, H];
+    biases None or ([E_local, I], [E_local, I], [E_local, H]); shared None or ([H, S], [H, S],
+    [S, H]); shared_gate None or [T] float32.
+    """
+
+    x: jax.Array
+    expert_weights: jax.Array
+    w_gate: jax.Array
+    w_up: jax.Array
+    w_down: jax.Array
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None
+    shared: tuple[jax.Array, jax.Array, jax.Array] | None
+    shared_gate: jax.Array | None
+
+    def optional(self) -> list[jax.Array]:
+        """The optional operands in the order of the handlers, absent ones as empty arrays."""
+        none = (None, None, None)
+        arrays = [*(self.biases or none), *(self.shared or none)]
+        arrays = [absent(self.x.dtype) if a is None else a for a in arrays]
+        gate = absent(jnp.float32) if self.shared_gate is None else self.shared_gate
+        return [*arrays, gate]
+
+
+def forward(spec: CallSpec, topology, ids, ops: Operands, *, save: bool):
+    """y [T, H] in x's dtype, and the saved gate|up projections ([macrobatch_rows, 2I] or [0])."""
+    intermediate = ops.w_gate.shape[-1]
+    saved_shape = (spec.macrobatch_rows, 2 * intermediate) if save else (0,)
+    results = [
+        result_like(ops.x.shape, ops.x.dtype, ops.x),
+        result_like(saved_shape, jnp.float32, ops.x),
+    ]
+    call = jax.ffi.ffi_call(FORWARD, results, vmap_method="sequential")
+    routed = (ops.x, ids, ops.expert_weights, ops.w_gate, ops.w_up, ops.w_down)
+    return call(topology, *routed, *ops.optional(), **spec.attributes(save=save))
+
+
+def backward(
+    spec: CallSpec, topology, dy, ids, ops: Operands, saved, *, weight_grad_dtype
+) -> Operands:
+    """Gradients of every operand; those of the routed experts' weights in `weight_grad_dtype`."""
+    optional = ops.optional()
+    weights = (ops.w_gate, ops.w_up, ops.w_down)
+    results = [
+        result_like(ops.x.shape, ops.x.dtype, ops.x),
+        result_like(ops.expert_weights.shape, jnp.float32, ops.x),
+        *(result_like(w.shape, weight_grad_dtype, ops.x) for w in weights),
+        *(result_like(a.shape, a.dtype, ops.x) for a in optional),
+    ]
+    call = jax.ffi.ffi_call(BACKWARD, results, vmap_method="sequential")
+    grads = call(
+        topology,
+        dy,
+        ops.x,
+        ids,
+        ops.expert_weights,
+        *weights,
+        *optional,
+        absent(jnp.float32) if saved is None else saved,
+        **spec.attributes(save=saved is not None),
+    )
+    dx, d_expert_weights, dw_gate, dw_up, dw_down, *rest = grads
+    return Operands(
+        dx,
+        d_expert_weights,
+        dw_gate,
+        dw_up,
+        dw_down,
+        tuple(rest[:3]) if ops.biases is not None else None,
+        tuple(rest[3:6]) if ops.shared is not None else None,
+        rest[6] if ops.shared_gate is not None else None,
+    )
+
+
+def check(flag: jax.Array) -> jax.Array:
+    """Fails the program, with the engine's words, if flag (int32 [4]) reports a bad expert id.
+
+    flag = (kind, token, slot, id), kind 0 = all is well. CPU only. Returns flag's kind, int32 [1];
+    the caller must use it, or XLA drops the call.
+    """
+    call = jax.ffi.ffi_call(CHECK, result_like((1,), jnp.int32, flag), vmap_method="sequential")
+    return call(flag)

@@ -1,0 +1,85 @@
+"""What runs and how it went: which implementation `moe` picks, counters, threads of the CPU engine."""
+
+import logging
+from typing import Any
+
+import jax
+
+from jax_mok import _core, _topology
+
+logger = logging.getLogger("jax_mok")
+
+IMPLEMENTATIONS = ("fused", "xla")
+
+# Platforms for which this build has a fused implementation.
+FUSED_PLATFORMS = ("cpu",)
+
+
+def choose(implementation: str | None, topology: _topology.Topology) -> tuple[str, str]:
+    """(implementation, reason) for a call on `topology`; raises where the wish cannot be met."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f'implementation must be None, "fused" or "xla", got {implementation!r}.')
+    if implementation == "xla":
+        return "xla", "asked for"
+    platform = topology.platform
+    if platform not in FUSED_PLATFORMS:
+        why = f"there is no fused implementation for platform {platform!r} in this build"
+    elif topology.experts_in_one_process() is False:
+        why = "the ranks of the expert axis lie in several processes"
+    elif topology.experts_in_one_process() is None and implementation is None:
+        why = (
+            "there are several processes and no mesh with devices in sight to tell whether the "
+            "ranks of the expert axis share one"
+        )
+    else:
+        asked = (
+            "asked for" if implementation else "all ranks of the expert axis are in this process"
+        )
+        return "fused", asked
+    if implementation == "fused":
+        raise ValueError(f'implementation="fused" is not possible: {why}. Use "xla" or None.')
+    return "xla", why
+
+
+def implementation_used(
+    *arrays: Any, mesh: Any = None, expert_axis: Any = "expert", implementation: str | None = None
+) -> str:
+    """The implementation that `moe` takes for a call in this place: "fused" or "xla".
+
+    Args:
+      *arrays: arguments of the call; they matter where neither `mesh` nor a surrounding mesh
+        context says on which devices it runs.
+      mesh, expert_axis, implementation: as for `moe`.
+
+    `moe` also logs what it picks, and why, at level INFO of the logger "jax_mok", once a trace.
+    """
+    return choose(implementation, _topology.find(mesh, expert_axis, arrays))[0]
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads that the CPU engine computes with, from the next call on; 0 = one for each core.
+
+    The environment variable JAX_MOK_NUM_THREADS gives the initial value. Results do not depend on
+    it, to the bit.
+    """
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 0:
+        raise ValueError(f"num_threads must be an int >= 0, got {num_threads!r}.")
+    _core.set_num_threads(num_threads)
+
+
+def call_counts() -> dict[str, int]:
+    """How often the custom calls of this process ran, one count for each device and call.
+
+    {"forward": …, "backward": …}: to see, for instance, how often a remat policy repeats a layer.
+    Wait for the results (`jax.block_until_ready`) before you read it.
+    """
+    return {"forward": _core.forward_calls(), "backward": _core.backward_calls()}
+
+
+def build_info() -> dict[str, Any]:
+    """Facts of this installation: versions, and the platforms it has fused kernels for."""
+    return {
+        "jax": jax.__version__,
+        "built_with_jaxlib": _core.built_with_jaxlib,
+        "fused_platforms": list(FUSED_PLATFORMS),
+    }
