@@ -111,14 +111,19 @@ MOK_HD const char* check(const Shape& s) {
            "smaller ring deadlocks";
   if (s.source_order != SourceOrder::kInterleaved && s.source_order != SourceOrder::kSequential)
     return "source_order must be kInterleaved or kSequential";
-  // Rows and tiles are int32 and the counters uint32: refuse what would not fit.
+  // Experts, rows and tiles are int32 and the counters uint32: refuse what would not fit.
   constexpr int64_t kMost = INT32_MAX;
+  constexpr int64_t kMostTiles = 1 << 24;  // of a block or an expert: the n of a packed tile
+  if (int64_t{s.num_ranks} * s.num_local_experts > kMost)
+    return "num_ranks * num_local_experts is too large: experts must fit in int32";
   if (int64_t{s.num_ranks} * s.num_tokens > kMost / s.top_k || max_blocks(s) > kMost / s.block_rows)
     return "num_ranks * num_tokens * top_k is too large: padded rows must fit in int32";
-  // max_blocks and max_segments are below 2^31 here, so max_tiles cannot overflow int64.
+  if (s.gate_up_tiles > kMostTiles || s.down_tiles > kMostTiles || s.grad_weight_tiles > kMostTiles)
+    return "gate_up_tiles, down_tiles and grad_weight_tiles must be at most 2^24";
+  // At most 2^31 blocks of at most 2^25 tiles, as many segments of 2^24: no overflow of int64.
   if (max_tiles(s) > kMost)
-    return "gate_up_tiles, down_tiles or grad_weight_tiles too large: the tiles of a rank must fit "
-           "in int32";
+    return "gate_up_tiles, down_tiles or grad_weight_tiles is too large: the tiles of a rank must "
+           "fit in int32";
   return nullptr;
 }
 
