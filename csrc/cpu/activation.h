@@ -1,0 +1,39 @@
+// h = act(g) * (u + up_offset), with g clamped above and u both ways, and its derivatives, on
+// panels of 32 columns.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace jax_mok::cpu {
+
+enum class Gate : int32_t { kSwiglu = 0, kGeglu = 1, kReglu = 2 };
+
+struct Activation {
+  Gate gate = Gate::kSwiglu;
+  float alpha = 1.0f;  // swiglu: g * sigmoid(alpha * g)
+  float limit = std::numeric_limits<float>::infinity();
+  float up_offset = 0.0f;
+};
+
+// gate, up: [rows][32]; h: rows of 32 with the given stride.
+void activate(const Activation& activation, int64_t rows, const float* gate, const float* up,
+              float* h, int64_t h_stride);
+
+// Rows of 32 columns of the rings that the backward fills.
+struct HiddenGradients {
+  float* weighted_hidden;  // weight * h
+  float* grad_gate;        // of the pre-activations, as they came out of the GEMM and the bias
+  float* grad_up;
+  int64_t stride;
+  float* dot;  // sum over the valid columns of h * grad_hidden, one per row
+  int64_t dot_stride;
+};
+
+// grad_hidden [rows][32] is the gradient of h before the row's weight; weights [rows]. Columns from
+// `columns` on do not take part in the dot.
+void activate_backward(const Activation& activation, int64_t rows, int64_t columns,
+                       const float* gate, const float* up, const float* grad_hidden,
+                       const float* weights, const HiddenGradients& out);
+
+}  // namespace jax_mok::cpu

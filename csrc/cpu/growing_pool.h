@@ -1,0 +1,11 @@
+// Threads for work that may block: a task never waits behind another one.
+#pragma once
+
+#include <functional>
+
+namespace jax_mok::cpu {
+
+// Runs the task on a thread of its own; threads are kept and used again.
+void run_detached(std::function<void()> task);
+
+}  // namespace jax_mok::cpu
