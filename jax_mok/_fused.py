@@ -1,5 +1,5 @@
-"""The fused implementation as one differentiable function of local arrays: one custom call forward,
-one backward. Pure: no effect, so that remat, scan, CSE and dead-code elimination see what they need.
+"""The fused implementation as one differentiable function of local arrays: a custom call forward,
+one backward. Both are pure, so that remat, scan, CSE and dead-code elimination see what they need.
 """
 
 import dataclasses

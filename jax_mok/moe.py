@@ -50,7 +50,7 @@ def moe(
 
     Args:
       x: [..., H], float32 or bfloat16. All leading dims are tokens; any number of them, also 0.
-      expert_ids: int32 [..., k]: the experts of each token, distinct within a token; −1 = slot not
+      expert_ids: int32 [..., k]: the experts of each token, distinct within a token; -1 = slot not
         used. Anything else is an error when the program runs.
       expert_weights: float32 [..., k].
       w_gate, w_up: [E, H, I], dtype of x, or float32: float32 weights of a bfloat16 layer are cast

@@ -25,7 +25,7 @@ def moe(
 
     expert_e(x) = (act(x · w_gate[e] + b_gate[e], x · w_up[e] + b_up[e])) · w_down[e] + b_down[e].
     Shapes are those of `jax_mok.moe` (global); everything is computed in float32 (float64 for
-    float64 arguments) and returned in the dtype of x. Slots whose id is −1 add nothing.
+    float64 arguments) and returned in the dtype of x. Slots whose id is -1 add nothing.
     """
     act = resolve_activation(activation)
     dtype = jnp.promote_types(x.dtype, jnp.float32)

@@ -1,4 +1,4 @@
-"""What runs and how it went: which implementation `moe` picks, counters, threads of the CPU engine."""
+"""What runs, and how often: the choice of implementation, counters, the CPU engine's threads."""
 
 import logging
 from typing import Any

@@ -1,0 +1,42 @@
+"""Settings of all tests: eight virtual CPU devices, and which machines run which tests."""
+
+import os
+
+# Before JAX is imported. A device machine that asks for another platform keeps it.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
+
+import jax
+import pytest
+
+hypothesis = pytest.importorskip("hypothesis")
+hypothesis.settings.register_profile(
+    "repeatable", deadline=None, max_examples=25, derandomize=True, database=None
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+def _num_gpus() -> int:
+    try:
+        return len(jax.devices("gpu"))
+    except RuntimeError:
+        return 0
+
+
+def pytest_collection_modifyitems(config, items):
+    wanted = {"gpu": 1, "gpu2": 2}
+    marked = [(i, n) for i in items for mark, n in wanted.items() if i.get_closest_marker(mark)]
+    if not marked:
+        return
+    found = _num_gpus()
+    for item, needed in marked:
+        if found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPUs, found {found}"))
+
+
+@pytest.fixture(params=["fused", "xla"])
+def implementation(request) -> str:
+    return request.param

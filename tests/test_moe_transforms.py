@@ -1,0 +1,220 @@
+"""`moe` under JAX's transformations: remat, scan, vmap, donation, export, the compilation cache."""
+
+import functools
+
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mok
+from jax_mok import ffi
+
+EXACT = 2e-6
+
+
+@pytest.fixture(scope="module")
+def case():
+    return cases.make(tokens=(8, 4), biases=True)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return cases.mesh((4,), ("expert",))
+
+
+def counted(run, *args):
+    """(forward, backward) executions of `run(*args)`, per device."""
+    before = jax_mok.call_counts()
+    jax.block_until_ready(run(*args))
+    after = jax_mok.call_counts()
+    return tuple(after[n] - before[n] for n in ("forward", "backward"))
+
+
+REMAT = {
+    # policy -> executions of the forward call in one gradient, with residuals "save"
+    "no remat": 1,
+    "full remat": 2,
+    "named residuals": 1,
+    "only the output named": 2,
+}
+
+
+@pytest.mark.parametrize("policy", REMAT)
+def test_remat_runs_the_forward_exactly_as_often_as_it_should(case, mesh, policy):
+    def layer(args):
+        # tanh: the gradient needs the layer's output as well as its residuals.
+        return jnp.tanh(case.call(args, mesh=mesh, implementation="fused"))
+
+    names = [jax_mok.OUTPUT_NAME]
+    if policy == "named residuals":
+        names.append(jax_mok.RESIDUAL_NAME)
+    if policy == "full remat":
+        layer = jax.checkpoint(layer)
+    elif policy != "no remat":
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    loss = lambda args: jnp.sum(jnp.sin(layer(args)))
+    step = jax.jit(jax.value_and_grad(loss))
+    jax.block_until_ready(step(case.args))
+    assert counted(step, case.args) == (REMAT[policy] * 4, 1 * 4)
+    hlo = step.lower(case.args).compile().as_text()
+    assert hlo.count(f'custom_call_target="{ffi.FORWARD}"') == REMAT[policy]
+    assert hlo.count(f'custom_call_target="{ffi.BACKWARD}"') == 1
+
+
+def test_remat_with_recompute_residuals_keeps_only_arguments(case, mesh):
+    """With residuals="recompute" the backward call needs no forward call before it."""
+    config = jax_mok.Config(residuals="recompute")
+    layer = jax.checkpoint(
+        lambda args: case.call(args, mesh=mesh, implementation="fused", config=config)
+    )
+    loss = lambda args: jnp.sum(layer(args) * case.cotangent)
+    step = jax.jit(jax.grad(loss))
+    jax.block_until_ready(step(case.args))
+    assert counted(step, case.args) == (0, 4)
+
+
+def test_forward_alone_saves_nothing(case, mesh):
+    run = jax.jit(lambda args: case.call(args, mesh=mesh, implementation="fused"))
+    hlo = run.lower(case.args).compile().as_text()
+    (call,) = [line for line in hlo.splitlines() if f'"{ffi.FORWARD}"' in line]
+    assert "f32[0]" in call.split("custom-call(")[0]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_over_layers(implementation, mesh, remat):
+    layers = [cases.make(tokens=(8, 4), seed=s) for s in range(4)]
+    first = layers[0]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *[c.args[2:5] for c in layers])
+
+    def run(x, weights):
+        def body(x, w):
+            layer = lambda x, w: first.call(
+                (x, first.weights, *w, None, None), mesh=mesh, implementation=implementation
+            )
+            return x + (jax.checkpoint(layer) if remat else layer)(x, w), None
+
+        return jax.lax.scan(body, x, weights)[0]
+
+    def plain(x, weights):
+        for i in range(4):
+            w = [a[i] for a in weights]
+            x = x + first.call((x, first.weights, *w, None, None), moe=jax_mok.reference.moe)
+        return x
+
+    loss = lambda f: jax.jit(
+        jax.value_and_grad(lambda *a: jnp.sum(f(*a) * first.cotangent), argnums=(0, 1))
+    )
+    cases.assert_close(loss(run)(first.x, stacked), loss(plain)(first.x, stacked), 5e-6)
+
+
+def test_grad_twice_gives_the_same(case, mesh):
+    """A second backward through the same program, after the heap has been used, is as good."""
+    step = jax.jit(jax.grad(lambda a: case.loss(a, mesh=mesh, implementation="fused")))
+    first = step(case.args)
+    poison = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), case.args)
+    jax.block_until_ready(step(poison))
+    cases.assert_same_bits(step(case.args), first)
+
+
+def test_vmap(case, implementation, mesh):
+    """Over x, over everything, and of the gradient per example."""
+    xs = jnp.stack([case.x, case.x * 2, case.x - 1])
+    run = lambda x: case.call((x, *case.args[1:]), mesh=mesh, implementation=implementation)
+    got = jax.jit(jax.vmap(run))(xs)
+    want = jnp.stack([run(x) for x in xs])
+    cases.assert_close(got, want, EXACT)
+
+    grad = lambda x, w: jax.grad(
+        lambda w: jnp.sum(
+            case.call(
+                (x, case.weights, w, *case.args[3:]), mesh=mesh, implementation=implementation
+            )
+            * case.cotangent
+        )
+    )(w)
+    got = jax.jit(jax.vmap(grad, in_axes=(0, None)))(xs, case.w_gate)
+    want = jnp.stack([grad(x, case.w_gate) for x in xs])
+    cases.assert_close(got, want, EXACT)
+
+
+def test_forward_mode_says_what_is_possible(case, mesh):
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(
+            lambda x: case.call((x, *case.args[1:]), mesh=mesh, implementation="fused"),
+            (case.x,),
+            (case.x,),
+        )
+
+
+def test_donated_arguments(case, implementation, mesh):
+    want = jax.jit(lambda a: case.call(a, mesh=mesh, implementation=implementation))(case.args)
+    donated = jax.jit(
+        lambda x, rest: case.call((x, *rest), mesh=mesh, implementation=implementation),
+        donate_argnums=0,
+    )
+    cases.assert_same_bits(donated(jnp.array(case.x), case.args[1:]), want)
+
+
+def test_export_round_trip(case, mesh):
+    step = jax.jit(jax.grad(lambda a: case.loss(a, mesh=mesh, implementation="fused")))
+    exported = jax.export.export(step, disabled_checks=jax_mok.disabled_safety_checks())(case.args)
+    again = jax.export.deserialize(exported.serialize())
+    devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    args = jax.device_put(case.args, devices)
+    cases.assert_same_bits(jax.jit(again.call)(args), step(case.args))
+
+
+def test_no_pointers_in_the_program(case, mesh):
+    """Attributes hold facts only: the same program comes out of every process and every trace."""
+    lower = lambda: jax.jit(lambda a: case.call(a, mesh=mesh, implementation="fused")).lower(
+        case.args
+    )
+    assert lower().as_text() == lower().as_text()
+
+
+def test_many_independent_calls(implementation, mesh):
+    """Calls that do not depend on each other, with sums over the ranks between, in one program."""
+    case = cases.make(tokens=(64,), hidden=32)
+
+    def run(args):
+        total = 0.0
+        for i in range(8):
+            y = case.call((args[0] * (i + 1), *args[1:]), mesh=mesh, implementation=implementation)
+            total = total + y * jnp.tanh(jnp.sum(y))
+        return total
+
+    want = sum(
+        (lambda y: y * jnp.tanh(jnp.sum(y)))(
+            case.call((case.x * (i + 1), *case.args[1:]), moe=jax_mok.reference.moe)
+        )
+        for i in range(8)
+    )
+    cases.assert_close(jax.jit(run)(case.args), want, 1e-5)
+
+
+def test_several_python_threads(case, mesh):
+    import concurrent.futures
+
+    runs = [
+        jax.jit(lambda a, i=i: case.call((a[0] * i, *a[1:]), mesh=mesh, implementation="fused"))
+        for i in (1, 2, 3)
+    ]
+    want = [run(case.args) for run in runs]
+
+    def repeat(run):
+        return [jax.block_until_ready(run(case.args)) for _ in range(10)]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for results, expected in zip(pool.map(repeat, runs), want):
+            for result in results:
+                cases.assert_same_bits(result, expected)
+
+
+def test_closures_and_numpy_arguments(case):
+    """Arrays from NumPy are as good as JAX's."""
+    as_numpy = jax.tree.map(np.asarray, case.args)
+    run = functools.partial(case.call, ids=np.asarray(case.ids), implementation="fused")
+    cases.assert_same_bits(run(as_numpy), run(case.args))
