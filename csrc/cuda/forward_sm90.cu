@@ -1,0 +1,171 @@
+// The persistent kernel of the forward on Hopper: one CTA per SM, from the token ring to y.
+//
+// Roles of a compute CTA: warp 0 loads tiles, warp 1 schedules, warp 2 signals, warp 3 pulls tokens
+// (unless dedicated CTAs do), two warpgroups multiply and store. A dedicated CTA pulls with all its
+// warps. In the end every CTA takes part in the sum.
+#include "cuda/combine.cuh"
+#include "cuda/dispatch.cuh"
+#include "cuda/epilogue.cuh"
+#include "cuda/forward_sm90.h"
+
+namespace jax_mok::cuda {
+namespace {
+
+// Registers per thread: 168 at launch (65536 / 384); the consumers' accumulators need more.
+constexpr int kLaunchRegisters = 168;
+constexpr int kProducerRegisters = 72;
+constexpr int kConsumerRegisters = 216;
+
+struct ComputeStorage {
+  Stages stages;
+  uint8_t staging[kConsumerWarps][kStagingBytes];
+  uint8_t comm[kCommBufferBytes];
+  StageBarriers stage_barriers;
+  TileRing ring;
+  CommBarriers comm_barriers;
+};
+constexpr int kCommWarps = 12;  // of a dedicated CTA
+struct CommStorage {
+  uint8_t buffers[kCommWarps][kCommBufferBytes];
+  CommBarriers barriers[kCommWarps];
+};
+constexpr int kSwizzleAlignment = 1024;
+constexpr int kDynamicBytes =
+    kSwizzleAlignment +
+    (sizeof(ComputeStorage) > sizeof(CommStorage) ? sizeof(ComputeStorage) : sizeof(CommStorage));
+static_assert(kDynamicBytes <= 232448 - 64, "more shared memory than an SM has");
+
+template <ActivationKind kKind>
+MOK_DEVICE void run_consumer(const ForwardParams& p, ComputeStorage& storage, int v, int warp,
+                             const volatile uint32_t* cta_abort) {
+  const Geometry& g = p.geometry;
+  const int warpgroup = warp / 4 - 1, lane = threadIdx.x % 32;
+  const int warp_row = warpgroup * 64 + warp % 4 * 16;  // first of the warp's rows in the block
+  uint8_t* staging = storage.staging[warp - 4];
+  TileRing& ring = storage.ring;
+  StageCursor from;
+  float d[128];
+  for (RingCursor at;; at.advance()) {
+    if (!wait_barrier(&ring.known[at.slot], at.parity, cta_abort)) break;
+    const Tile tile = ring.tiles[at.slot];
+    if (tile.work == Work::kEnd) break;
+    // Looked up now, needed after the product: where this lane's row of the results goes.
+    char* to = nullptr;
+    if (tile.work == Work::kDown) {
+      to = p.array<RowRoute>(g.workspace.routes, v)[tile.block * kBlockRows + warp_row + lane % 16]
+               .to;
+    } else if (tile.work == Work::kSharedDown) {
+      const int token = tile.block * kBlockRows + warp_row + lane % 16;
+      if (token < g.shape.num_tokens)
+        to = p.array<char>(g.workspace.shared_y, v) + int64_t{token} * g.hidden * 2;
+    }
+
+    multiply(d, storage.stages, storage.stage_barriers, from, tile.k_blocks, warpgroup, cta_abort);
+
+    if (tile.work == Work::kGateUp || tile.work == Work::kSharedGateUp) {
+      const bool shared = tile.work == Work::kSharedGateUp;
+      const int columns = shared ? g.shared_intermediate : g.intermediate;
+      const int column = tile.n * kGateUpColumns;
+      char* hidden = p.array<char>(shared ? g.workspace.shared_h : g.workspace.h, 0) +
+                     ((int64_t{tile.h_slot} * kBlockRows + warp_row) * columns + column) * 2;
+      const void* b_gate = shared ? nullptr : p.buffers.b_gate;
+      const void* b_up = shared ? nullptr : p.buffers.b_up;
+      store_hidden<kKind>(d, p.activation, hidden, int64_t{columns} * 2, columns - column,
+                          bias_of(b_gate, tile.expert, columns, column),
+                          bias_of(b_up, tile.expert, columns, column), staging);
+    } else {
+      const int column = tile.n * kTileColumns;
+      const void* b_down = tile.work == Work::kDown ? p.buffers.b_down : nullptr;
+      if (to != nullptr) to += column * 2;
+      store_results(d, to, g.hidden - column, bias_of(b_down, tile.expert, g.hidden, column),
+                    staging);
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&ring.done[at.slot]);
+  }
+}
+
+template <ActivationKind kKind>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    forward_sm90(const __grid_constant__ ForwardParams p) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ uint32_t cta_abort;
+  uint8_t* const aligned =
+      reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + kSwizzleAlignment - 1) &
+                                 ~uintptr_t{kSwizzleAlignment - 1});
+  const Geometry& g = p.geometry;
+  const int v = blockIdx.x / g.ctas_per_rank;
+  const int cta = blockIdx.x % g.ctas_per_rank;
+  const int num_compute = compute_ctas(g);
+  // Uniform in the warp, and known to be to the compiler.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const Watch watch = make_watch(p, v, &cta_abort);
+
+  if (threadIdx.x == 0) {
+    cta_abort = watch.control->abort;  // set by the plan: nothing is run then
+    if (cta < num_compute) {
+      ComputeStorage& storage = *reinterpret_cast<ComputeStorage*>(aligned);
+      storage.stage_barriers.init();
+      storage.ring.init(kConsumerWarps);
+      mbarrier_init_fence();
+    }
+  }
+  __syncthreads();
+  const bool given_up = cta_abort != 0;
+  __syncthreads();  // from here on a role may raise the word
+
+  if (given_up) {
+    // fall through to the combine, which writes NaN
+  } else if (cta >= num_compute) {
+    CommStorage& storage = *reinterpret_cast<CommStorage*>(aligned);
+    const int comm_ctas = g.comm_ctas_per_rank;
+    if (elect_one())
+      Dispatcher(p, watch, v, warp * comm_ctas + cta - num_compute, comm_ctas * kCommWarps,
+                 storage.buffers[warp], &storage.barriers[warp])
+          .run();
+    __syncwarp();
+  } else {
+    ComputeStorage& storage = *reinterpret_cast<ComputeStorage*>(aligned);
+    if (warp < 4) {
+      registers_decrease<kProducerRegisters>();
+      if (elect_one()) {
+        if (warp == 0) {
+          run_loader(p, storage.stages, storage.stage_barriers, storage.ring, &cta_abort);
+        } else if (warp == 1) {
+          Scheduler(p, watch, v, storage.ring).run(cta, num_compute);
+        } else if (warp == 2) {
+          run_signaller(p, watch, v, storage.ring);
+        } else if (g.comm_ctas_per_rank == 0) {
+          Dispatcher(p, watch, v, cta, num_compute, storage.comm, &storage.comm_barriers).run();
+        }
+      }
+      __syncwarp();
+      registers_increase<kLaunchRegisters>();
+    } else {
+      registers_increase<kConsumerRegisters>();
+      run_consumer<kKind>(p, storage, v, warp, &cta_abort);
+      __syncwarp();
+      registers_decrease<kLaunchRegisters>();
+    }
+  }
+  combine(p, watch, v, cta);
+  // Loads that were under way when the call was given up must land before the CTA's memory goes.
+  if (cta_abort != 0 && !given_up) __nanosleep(1000000);
+}
+
+}  // namespace
+
+const int kForwardSharedBytes = kDynamicBytes;
+
+const void* forward_kernel(ActivationKind kind) {
+  switch (kind) {
+    case ActivationKind::kGeglu:
+      return reinterpret_cast<const void*>(forward_sm90<ActivationKind::kGeglu>);
+    case ActivationKind::kReglu:
+      return reinterpret_cast<const void*>(forward_sm90<ActivationKind::kReglu>);
+    default:
+      return reinterpret_cast<const void*>(forward_sm90<ActivationKind::kSwiglu>);
+  }
+}
+
+}  // namespace jax_mok::cuda

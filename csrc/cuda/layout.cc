@@ -1,0 +1,168 @@
+// Host side of the layout: what is allowed, what the settings default to, and where arrays lie.
+#include "cuda/layout.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "plan/routing.h"
+
+namespace jax_mok::cuda {
+namespace {
+
+constexpr int kCommWarpsPerDedicatedCta = 12;
+constexpr int kDefaultGroupBlocks = 8;
+constexpr int kDefaultRingBlocks = 96;
+
+std::string field(const char* name, long long value, const std::string& allowed) {
+  return std::string(name) + " is " + std::to_string(value) + "; allowed: " + allowed;
+}
+
+int64_t round_up(int64_t value, int64_t unit) { return plan::ceil_div(value, unit) * unit; }
+
+DispatchUnit make_unit(int hidden) {
+  const int row_bytes = hidden * 2, half_buffer = kCommBufferBytes / 2;
+  DispatchUnit unit = {1, 1, row_bytes, 1};
+  if (row_bytes > half_buffer) {
+    unit.parts = static_cast<int>(plan::ceil_div(row_bytes, half_buffer));
+    unit.part_bytes = static_cast<int>(round_up(plan::ceil_div(row_bytes, unit.parts), 128));
+  } else {
+    while (unit.rows < kMaxUnitRows && 2 * unit.rows * row_bytes <= half_buffer) unit.rows *= 2;
+  }
+  unit.in_flight = std::min(kMaxUnitsInFlight, kCommBufferBytes / (unit.rows * unit.part_bytes));
+  return unit;
+}
+
+int blocks_of(int rows) { return static_cast<int>(plan::ceil_div(rows, kBlockRows)); }
+
+WorkspaceLayout make_workspace(const Geometry& g) {
+  const plan::Shape& s = g.shape;
+  const int64_t ranks = s.num_ranks, experts = s.num_local_experts;
+  const int64_t blocks = std::max<int64_t>(plan::max_blocks(s), 1);
+  const int64_t hidden_bytes = int64_t{g.hidden} * 2;
+  const int64_t shared_bytes = int64_t{g.shared_intermediate} * 2;
+  WorkspaceLayout w;
+  int64_t end = 0;
+  // With virtual ranks a tensor map spans the array of all ranks, so nothing may lie between their
+  // parts: arrays of rows are multiples of 256 bytes anyway.
+  const auto add = [&](int64_t bytes) {
+    const Span span = {end, round_up(bytes, 256)};
+    end += span.bytes * g.num_virtual_ranks;
+    end = round_up(end, 1024);
+    return span;
+  };
+  w.control = add(sizeof(RankControl));
+  w.counters =
+      add(4 * (2 * int64_t{s.ring_blocks} + 2 * int64_t{s.macrobatch_blocks} + g.shared_blocks));
+  w.chunk_counts = add(4 * ranks * g.num_chunks * experts);
+  w.counts = add(4 * ranks * experts);
+  w.expert_first_block = add(4 * (experts + 1));
+  w.block_expert = add(4 * blocks);
+  w.routes = add(blocks * kBlockRows * static_cast<int64_t>(sizeof(RowRoute)));
+  w.zero_row = add(hidden_bytes);
+  w.x_ring = add(int64_t{s.ring_blocks} * kBlockRows * hidden_bytes);
+  w.h = add(int64_t{s.macrobatch_blocks} * kBlockRows * g.intermediate * 2);
+  w.shared_h = add(int64_t{g.shared_blocks} * kBlockRows * shared_bytes);
+  w.shared_y = add(g.shared_intermediate > 0 ? int64_t{s.num_tokens} * hidden_bytes : 0);
+  w.bytes = end;
+  return w;
+}
+
+HeapLayout make_heap(const Geometry& g) {
+  const plan::Shape& s = g.shape;
+  const int64_t rows = int64_t{s.num_tokens}, row_bytes = int64_t{g.hidden} * 2;
+  HeapLayout h;
+  h.ids = round_up(sizeof(HeapControl), 1024);
+  h.x = h.ids + round_up(rows * s.top_k * 4, 1024);
+  h.slots = h.x + (s.num_ranks > 1 ? round_up(rows * row_bytes, 1024) : 0);
+  h.bytes = h.slots + round_up(rows * s.top_k * row_bytes, 1024);
+  return h;
+}
+
+}  // namespace
+
+std::string check(const ForwardFacts& f) {
+  if (f.num_ranks < 1 || f.num_ranks > kMaxRanks)
+    return field("num_ranks", f.num_ranks, "1 to " + std::to_string(kMaxRanks));
+  if (f.num_virtual_ranks != 1 && f.num_virtual_ranks != f.num_ranks)
+    return field("num_virtual_ranks", f.num_virtual_ranks, "1, or num_ranks");
+  if (f.num_tokens < 0) return field("num_tokens", f.num_tokens, "0 and up");
+  if (f.top_k < 1 || f.top_k > kMaxTopK)
+    return field("top_k", f.top_k, "1 to " + std::to_string(kMaxTopK));
+  if (f.hidden < kColumnUnit || f.hidden % kColumnUnit != 0)
+    return field("hidden", f.hidden, "multiples of " + std::to_string(kColumnUnit));
+  if (f.intermediate < kColumnUnit || f.intermediate % kColumnUnit != 0)
+    return field("intermediate", f.intermediate, "multiples of " + std::to_string(kColumnUnit));
+  if (f.shared_intermediate < 0 || f.shared_intermediate % kColumnUnit != 0)
+    return field("shared_intermediate", f.shared_intermediate,
+                 "0, or multiples of " + std::to_string(kColumnUnit));
+  if (f.num_experts < f.num_ranks || f.num_experts % f.num_ranks != 0)
+    return field("num_experts", f.num_experts, "multiples of num_ranks");
+  if (f.num_experts / f.num_ranks > kMaxLocalExperts)
+    return field("num_experts", f.num_experts,
+                 "at most " + std::to_string(kMaxLocalExperts) + " per rank");
+  if (f.num_comm_sms < 0) return field("num_comm_sms", f.num_comm_sms, "0 and up");
+  if (f.minibatch_size < 0) return field("minibatch_size", f.minibatch_size, "0 and up");
+  if (f.macrobatch_size < 0) return field("macrobatch_size", f.macrobatch_size, "0 and up");
+  if (f.ring_size < 0) return field("ring_size", f.ring_size, "0 and up");
+  if (!(f.timeout_seconds > 0) || !(f.start_timeout_seconds > 0))
+    return "timeout_seconds and start_timeout_seconds must be above 0";
+  if (const char* wrong = plan::check(make_geometry(f, 1).shape)) return wrong;
+  return "";
+}
+
+Geometry make_geometry(const ForwardFacts& f, int num_sms) {
+  Geometry g = {};
+  g.num_virtual_ranks = f.num_virtual_ranks;
+  g.num_experts = f.num_experts;
+  g.hidden = f.hidden;
+  g.intermediate = f.intermediate;
+  g.shared_intermediate = f.shared_intermediate;
+  g.shared_blocks = f.shared_intermediate > 0 ? blocks_of(f.num_tokens) : 0;
+  g.shared_gate_up_tiles = static_cast<int>(plan::ceil_div(f.shared_intermediate, kGateUpColumns));
+  g.num_chunks = static_cast<int>(plan::ceil_div(int64_t{f.num_tokens} * f.top_k, kChunkIds));
+
+  g.ctas_per_rank = std::max(num_sms / f.num_virtual_ranks, 1);
+  if (f.num_comm_sms > 0)  // at least one CTA of a rank computes
+    g.comm_ctas_per_rank =
+        std::min(std::max(f.num_comm_sms / f.num_virtual_ranks, 1), g.ctas_per_rank - 1);
+  g.unit = make_unit(f.hidden);
+  const int comm_warps =
+      g.comm_ctas_per_rank > 0 ? g.comm_ctas_per_rank * kCommWarpsPerDedicatedCta : g.ctas_per_rank;
+
+  plan::Shape& s = g.shape;
+  s.num_ranks = f.num_ranks;
+  s.num_tokens = f.num_tokens;
+  s.top_k = f.top_k;
+  s.num_local_experts = f.num_experts / f.num_ranks;
+  s.block_rows = kBlockRows;
+  s.gate_up_tiles = static_cast<int>(plan::ceil_div(f.intermediate, kGateUpColumns));
+  s.down_tiles = static_cast<int>(plan::ceil_div(f.hidden, kTileColumns));
+  s.source_order = plan::SourceOrder::kInterleaved;
+  s.rows_in_flight = static_cast<int>(plan::ceil_div(
+                         int64_t{comm_warps} * g.unit.in_flight * g.unit.rows, g.unit.parts)) +
+                     g.unit.rows;
+
+  s.macrobatch_blocks = 1;  // max_blocks does not depend on it
+  const int64_t most = std::max<int64_t>(plan::max_blocks(s), 1);
+  // Twice what a balanced routing brings; more is walked in several macrobatches.
+  const int64_t balanced =
+      plan::ceil_div(int64_t{f.num_tokens} * f.top_k, kBlockRows) + s.num_local_experts;
+  const int64_t macrobatch = f.macrobatch_size > 0 ? blocks_of(f.macrobatch_size) : 2 * balanced;
+  s.macrobatch_blocks = static_cast<int>(std::clamp<int64_t>(macrobatch, 1, most));
+  s.group_blocks = f.minibatch_size > 0 ? blocks_of(f.minibatch_size) : kDefaultGroupBlocks;
+  s.group_blocks = std::min(s.group_blocks, s.macrobatch_blocks);
+  const int64_t ring = f.ring_size > 0 ? blocks_of(f.ring_size) : kDefaultRingBlocks;
+  s.ring_blocks = static_cast<int>(std::max(std::min(ring, most), plan::min_ring_blocks(s)));
+
+  g.workspace = make_workspace(g);
+  g.heap = make_heap(g);
+  return g;
+}
+
+size_t workspace_bytes(const ForwardFacts& facts, int num_sms) {
+  return make_geometry(facts, num_sms).workspace.bytes;
+}
+
+size_t heap_bytes(const ForwardFacts& facts) { return make_geometry(facts, 1).heap.bytes; }
+
+}  // namespace jax_mok::cuda

@@ -1,0 +1,107 @@
+// Where everything of a call lies: tile counts, ring capacities, and the byte offsets of the
+// workspace (private to a device) and of the heap (symmetric, read and written by the peers).
+// Computed once on the host, used as it is by the kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/forward.h"
+#include "plan/shape.h"
+
+namespace jax_mok::cuda {
+
+constexpr int kBlockRows = 128;      // rows of a GEMM tile
+constexpr int kTileColumns = 256;    // columns of a GEMM tile
+constexpr int kGateUpColumns = 128;  // hidden columns of a gate|up tile: half gate, half up
+constexpr int kTileK = 64;           // depth of one pipeline stage
+constexpr int kColumnUnit = 64;      // hidden and intermediate are multiples of it
+
+constexpr int kCommBufferBytes = 16384;  // shared memory of one communicating warp
+constexpr int kMaxUnitsInFlight = 4;     // copies that one communicating warp has under way
+constexpr int kMaxUnitRows = 4;
+
+constexpr int kChunkIds = 256;          // expert ids that one warp of the plan counts
+constexpr int kMaxLocalExperts = 2048;  // the plan counts them in shared memory
+
+// An array of the workspace: rank r's part begins at offset + r * bytes.
+struct Span {
+  int64_t offset, bytes;
+};
+
+// Words that the CTAs of one rank share during a call; zeroed at its start.
+struct RankControl {
+  uint32_t abort;      // not 0: leave as soon as possible
+  uint32_t verdict;    // Verdict, decided by one CTA once the peers have pushed their results
+  uint32_t ctas_done;  // CTAs whose results are pushed
+  uint32_t unused[29];
+};
+enum Verdict : uint32_t { kPending = 0, kSum = 1, kFail = 2 };
+
+// Control words at the start of a heap. Every word that a peer writes has one writer and only
+// grows; it holds the number of the call it speaks of, so nothing is ever reset.
+struct HeapControl {
+  uint32_t call;            // number of the current call (own rank only)
+  uint32_t published_ctas;  // CTAs that have copied their part (own rank only)
+  uint32_t unused[30];
+  uint32_t started[kMaxRanks];  // [r]: rank r's tokens and ids of this call can be read
+  uint32_t pushed[kMaxRanks];   // [r]: all results of rank r for this rank have been pushed
+  uint32_t failed[kMaxRanks];   // [r]: rank r has given up this call
+};
+
+struct HeapLayout {
+  int64_t ids;    // int32 [T, k]
+  int64_t x;      // bf16 [T, H]; absent with one rank
+  int64_t slots;  // bf16 [k][T][H]: results, pushed by the owners of the experts
+  int64_t bytes;
+};
+
+struct WorkspaceLayout {
+  Span control;             // RankControl
+  Span counters;            // uint32: x_full, x_empty [ring], h_full, h_empty [macrobatch], then
+                            // shared_full [shared blocks]
+  Span chunk_counts;        // int32 [ranks][chunks][El]; turned into prefix sums over the chunks
+  Span counts;              // int32 [ranks][El]
+  Span expert_first_block;  // int32 [El + 1]
+  Span block_expert;        // int32 [max_blocks]
+  Span routes;              // RowRoute [max_blocks * kBlockRows]
+  Span zero_row;            // bf16 [H]: what padding rows are made of
+  Span x_ring;              // bf16 [ring * kBlockRows, H]
+  Span h;                   // bf16 [macrobatch * kBlockRows, I]
+  Span shared_h;            // bf16 [shared blocks * kBlockRows, S]
+  Span shared_y;            // bf16 [T, H]
+  int64_t bytes;
+};
+
+// Where a row of a block comes from and where its result goes.
+struct RowRoute {
+  const char* from;  // the token's row, on whichever rank; the zero row for padding
+  char* to;          // its combine slot; null for padding
+};
+
+// How rows are cut into copies. A unit is `rows` rows, or one of the `parts` parts of a row.
+struct DispatchUnit {
+  int32_t rows;
+  int32_t parts;
+  int32_t part_bytes;  // of every part but the last, which may be shorter
+  int32_t in_flight;   // units that fit a communicating warp's buffer
+};
+
+struct Geometry {
+  plan::Shape shape;
+  int32_t num_virtual_ranks;
+  int32_t num_experts;
+  int32_t hidden, intermediate, shared_intermediate;
+  int32_t shared_blocks, shared_gate_up_tiles;
+  int32_t num_chunks;     // of one rank's ids
+  int32_t ctas_per_rank;  // CTAs of the persistent kernel, and how many of them only communicate
+  int32_t comm_ctas_per_rank;
+  DispatchUnit unit;
+  WorkspaceLayout workspace;
+  HeapLayout heap;
+};
+
+MOK_HD int32_t compute_ctas(const Geometry& g) { return g.ctas_per_rank - g.comm_ctas_per_rank; }
+
+Geometry make_geometry(const ForwardFacts& facts, int num_sms);
+
+}  // namespace jax_mok::cuda

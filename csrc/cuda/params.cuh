@@ -1,0 +1,70 @@
+// Kernel parameters: everything a call needs, passed by value, with accessors that find the part of
+// one rank.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include "cuda/layout.h"
+#include "plan/order.h"
+#include "plan/routing.h"
+
+namespace jax_mok::cuda {
+
+// TMA descriptors. Activations are 2D [rows, columns] in boxes of 128 x 64; weights are 3D
+// [columns / 64][rows][64] so that one box holds several swizzled 64-column panels.
+struct ForwardMaps {
+  CUtensorMap x_ring, w_gate, w_up, h, w_down;
+  CUtensorMap x, s_gate, s_up, shared_h, s_down;
+};
+
+struct ForwardParams {
+  ForwardMaps maps;
+  Geometry geometry;
+  ForwardBuffers buffers;
+  Activation activation;
+  int32_t first_rank;  // rank of virtual rank 0
+  uint64_t timeout_ns, start_timeout_ns;
+  TestHooks hooks;
+
+  __device__ int rank(int virtual_rank) const { return first_rank + virtual_rank; }
+  __device__ plan::BlockMap block_map(int v) const {
+    const int32_t* first = array<int32_t>(geometry.workspace.expert_first_block, v);
+    return {first[geometry.shape.num_local_experts],
+            array<int32_t>(geometry.workspace.block_expert, v), first};
+  }
+
+  // Rank v's part of a workspace array.
+  template <typename T>
+  __device__ T* array(const Span& span, int v) const {
+    return reinterpret_cast<T*>(static_cast<char*>(buffers.workspace) + span.offset +
+                                v * span.bytes);
+  }
+  __device__ RankControl* control(int v) const {
+    return array<RankControl>(geometry.workspace.control, v);
+  }
+  __device__ uint32_t* x_full(int v) const {
+    return array<uint32_t>(geometry.workspace.counters, v);
+  }
+  __device__ uint32_t* x_empty(int v) const { return x_full(v) + geometry.shape.ring_blocks; }
+  __device__ uint32_t* h_full(int v) const { return x_empty(v) + geometry.shape.ring_blocks; }
+  __device__ uint32_t* h_empty(int v) const { return h_full(v) + geometry.shape.macrobatch_blocks; }
+  __device__ uint32_t* shared_full(int v) const {
+    return h_empty(v) + geometry.shape.macrobatch_blocks;
+  }
+
+  __device__ char* heap(int rank) const { return static_cast<char*>(buffers.heaps[rank]); }
+  __device__ HeapControl* heap_control(int rank) const {
+    return reinterpret_cast<HeapControl*>(heap(rank));
+  }
+  __device__ const char* local_x(int v) const {
+    return static_cast<const char*>(buffers.x) +
+           int64_t{v} * geometry.shape.num_tokens * geometry.hidden * 2;
+  }
+  // Rank v's tokens need no copy in the heap for itself.
+  __device__ const char* tokens_of(int source, int v) const {
+    return source == rank(v) ? local_x(v) : heap(source) + geometry.heap.x;
+  }
+};
+
+}  // namespace jax_mok::cuda

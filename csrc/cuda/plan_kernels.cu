@@ -1,0 +1,288 @@
+// The plan of a rank on the device: a stable counting sort of the ids of all ranks by expert, in
+// four kernels. Rows take the places that csrc/plan gives them; nothing depends on the order in
+// which threads run.
+//
+//   publish  copy x and ids into the heap, clear the counters, tell the peers
+//   count    per chunk of ids: check them, count the rows of every local expert
+//   prefix   per (source rank, expert): running sums over the source's chunks
+//   place    blocks of every expert; for every row where it comes from and goes to
+#include "cuda/faults.cuh"
+#include "cuda/plan_kernels.h"
+
+namespace jax_mok::cuda {
+namespace {
+
+constexpr int kPublishThreads = 512;
+constexpr int kPlanWarps = 8;
+constexpr int kPlanThreads = kPlanWarps * 32;
+constexpr int kMaxPlanSharedBytes = (kPlanWarps * kMaxLocalExperts + kMaxLocalExperts + 1) * 4;
+
+// ---- publish ----
+
+MOK_DEVICE void copy_16(void* to, const void* from, int64_t bytes, int64_t thread,
+                        int64_t threads) {
+  for (int64_t i = thread; i < bytes / 16; i += threads)
+    static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+}
+MOK_DEVICE void clear_words(void* to, int64_t bytes, int64_t thread, int64_t threads) {
+  for (int64_t i = thread; i < bytes / 4; i += threads) static_cast<uint32_t*>(to)[i] = 0;
+}
+
+__global__ void __launch_bounds__(kPublishThreads)
+    publish(const __grid_constant__ ForwardParams p) {
+  const Geometry& g = p.geometry;
+  const int v = blockIdx.y, rank = p.rank(v);
+  const int64_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  const int64_t threads = gridDim.x * blockDim.x;
+  clear_words(p.control(v), sizeof(RankControl), thread, threads);
+  clear_words(p.x_full(v), g.workspace.counters.bytes, thread, threads);
+  clear_words(p.array<char>(g.workspace.zero_row, v), g.hidden * 2, thread, threads);
+  const int64_t num_ids = int64_t{g.shape.num_tokens} * g.shape.top_k;
+  int32_t* ids = reinterpret_cast<int32_t*>(p.heap(rank) + g.heap.ids);
+  for (int64_t i = thread; i < num_ids; i += threads)
+    ids[i] = p.buffers.expert_ids[v * num_ids + i];
+  if (g.shape.num_ranks > 1)
+    copy_16(p.heap(rank) + g.heap.x, p.local_x(v), int64_t{g.shape.num_tokens} * g.hidden * 2,
+            thread, threads);
+
+  // The CTA that finishes last speaks for all.
+  __shared__ uint32_t call;
+  HeapControl* own = p.heap_control(rank);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    const bool last = atomicAdd(&own->published_ctas, 1) == gridDim.x - 1;
+    __threadfence_system();
+    call = 0;
+    if (last) {
+      own->published_ctas = 0;
+      call = ++own->call;
+    }
+  }
+  __syncthreads();
+  if (call != 0 && threadIdx.x < g.shape.num_ranks && rank != p.hooks.absent_rank)
+    store_release_sys(&p.heap_control(threadIdx.x)->started[rank], call);
+}
+
+// ---- count ----
+
+// One warp's walk over a chunk of a source's ids: visit(flat index, id, active) by all lanes, in
+// ascending order of the flat index.
+template <typename Visit>
+MOK_DEVICE void for_each_id(const ForwardParams& p, int source, int chunk, Visit visit) {
+  const Geometry& g = p.geometry;
+  const int num_ids = g.shape.num_tokens * g.shape.top_k;
+  const int32_t* ids = reinterpret_cast<const int32_t*>(p.heap(source) + g.heap.ids);
+  for (int first = chunk * kChunkIds; first < min((chunk + 1) * kChunkIds, num_ids); first += 32) {
+    const int i = first + threadIdx.x % 32;
+    const bool active = i < num_ids;
+    visit(ids, i, active ? ids[i] : plan::kUnusedSlot);
+  }
+}
+
+// The local expert of an id, or -1 if another rank owns it or the slot is unused.
+MOK_DEVICE int local_expert(const ForwardParams& p, int rank, int32_t id) {
+  const int num_local = p.geometry.shape.num_local_experts;
+  if (!plan::valid_expert(id, p.geometry.num_experts)) return -1;
+  return plan::owner(id, num_local) == rank ? plan::local(id, num_local) : -1;
+}
+
+MOK_DEVICE void check_id(const ForwardParams& p, const Watch& watch, int source, const int32_t* ids,
+                         int i, int32_t id) {
+  if (id == plan::kUnusedSlot) return;
+  const int top_k = p.geometry.shape.top_k;
+  const int token = i / top_k, slot = i % top_k;
+  bool repeated = false;
+  for (int j = 0; j < slot; ++j) repeated |= ids[token * top_k + j] == id;
+  const bool valid = plan::valid_expert(id, p.geometry.num_experts);
+  if (valid && !repeated) return;
+  const FaultCode code = valid ? FaultCode::kIdRepeated : FaultCode::kIdOutOfRange;
+  report(watch, {code, FaultPhase::kStart, source, token, id, slot});
+}
+
+__global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ ForwardParams p) {
+  extern __shared__ int32_t counters[];  // [warps][El]
+  const Geometry& g = p.geometry;
+  const int source = blockIdx.y, v = blockIdx.z, rank = p.rank(v);
+  const Watch watch = make_watch(p, v, nullptr);
+  const HeapControl* own = p.heap_control(rank);
+  // Every rank checks the ids of all ranks: so all come to the same verdict.
+  const bool came = threadIdx.x != 0 || wait_peer(watch, own, &own->started[source], source,
+                                                  FaultPhase::kStart, p.start_timeout_ns);
+  if (!__syncthreads_and(came)) return;
+
+  const int num_local = g.shape.num_local_experts;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk = blockIdx.x * kPlanWarps + warp;
+  if (chunk >= g.num_chunks) return;
+  int32_t* mine = counters + warp * num_local;
+  for (int e = lane; e < num_local; e += 32) mine[e] = 0;
+  __syncwarp();
+  for_each_id(p, source, chunk, [&](const int32_t* ids, int i, int32_t id) {
+    check_id(p, watch, source, ids, i, id);
+    const int e = local_expert(p, rank, id);
+    if (e >= 0) atomicAdd(&mine[e], 1);
+  });
+  __syncwarp();
+  int32_t* out = p.array<int32_t>(g.workspace.chunk_counts, v) +
+                 (int64_t{source} * g.num_chunks + chunk) * num_local;
+  for (int e = lane; e < num_local; e += 32) out[e] = mine[e];
+}
+
+// ---- prefix ----
+
+MOK_DEVICE int32_t inclusive_warp_sum(int32_t x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int32_t below = __shfl_up_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 >= step) x += below;
+  }
+  return x;
+}
+
+__global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ ForwardParams p) {
+  const Geometry& g = p.geometry;
+  const int v = blockIdx.y;
+  if (p.control(v)->abort != 0) return;
+  const int num_local = g.shape.num_local_experts;
+  const int pair = blockIdx.x * kPlanWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (pair >= g.shape.num_ranks * num_local) return;
+  const int source = pair / num_local, e = pair % num_local;
+  int32_t* of_chunk = p.array<int32_t>(g.workspace.chunk_counts, v) +
+                      int64_t{source} * g.num_chunks * num_local + e;
+  int32_t total = 0;
+  for (int first = 0; first < g.num_chunks; first += 32) {
+    const int chunk = first + lane;
+    const int32_t rows = chunk < g.num_chunks ? of_chunk[int64_t{chunk} * num_local] : 0;
+    const int32_t sum = inclusive_warp_sum(rows);
+    if (chunk < g.num_chunks) of_chunk[int64_t{chunk} * num_local] = total + sum - rows;
+    total += __shfl_sync(0xffffffffu, sum, 31);
+  }
+  if (lane == 0) p.array<int32_t>(g.workspace.counts, v)[pair] = total;
+}
+
+// ---- place ----
+
+MOK_DEVICE int32_t expert_rows(const ForwardParams& p, int v, int e) {
+  const plan::Shape& s = p.geometry.shape;
+  const int32_t* counts = p.array<int32_t>(p.geometry.workspace.counts, v);
+  int32_t rows = 0;
+  for (int source = 0; source < s.num_ranks; ++source)
+    rows += counts[source * s.num_local_experts + e];
+  return rows;
+}
+
+// first_block[e] = blocks of the experts before e, in shared memory; by the whole CTA.
+__device__ void scan_blocks(const ForwardParams& p, int v, int32_t* first_block) {
+  __shared__ int32_t warp_sums[kPlanWarps];
+  const int num_local = p.geometry.shape.num_local_experts;
+  const int per_thread = (num_local + kPlanThreads - 1) / kPlanThreads;
+  const int begin = min(static_cast<int>(threadIdx.x) * per_thread, num_local);
+  const int end = min(begin + per_thread, num_local);
+  int32_t sum = 0;
+  for (int e = begin; e < end; ++e) {
+    first_block[e] = sum;
+    sum += plan::num_blocks(expert_rows(p, v, e), kBlockRows);
+  }
+  const int32_t inclusive = inclusive_warp_sum(sum);
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  int32_t before = inclusive - sum;
+  for (int w = 0; w < warp; ++w) before += warp_sums[w];
+  for (int e = begin; e < end; ++e) first_block[e] += before;
+  if (threadIdx.x == kPlanThreads - 1) first_block[num_local] = before + sum;
+  __syncthreads();
+}
+
+// An expert's blocks, and the padding of the last one; by the whole CTA.
+MOK_DEVICE void place_blocks(const ForwardParams& p, int v, int e, const int32_t* first_block) {
+  const Geometry& g = p.geometry;
+  const int first = first_block[e], end = first_block[e + 1];
+  int32_t* block_expert = p.array<int32_t>(g.workspace.block_expert, v);
+  for (int b = first + threadIdx.x; b < end; b += blockDim.x) block_expert[b] = e;
+  RowRoute* routes = p.array<RowRoute>(g.workspace.routes, v);
+  const char* zeros = p.array<char>(g.workspace.zero_row, v);
+  for (int row = first * kBlockRows + expert_rows(p, v, e) + threadIdx.x; row < end * kBlockRows;
+       row += blockDim.x)
+    routes[row] = {zeros, nullptr};
+}
+
+__global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ ForwardParams p) {
+  extern __shared__ int32_t shared[];
+  const Geometry& g = p.geometry;
+  const plan::Shape& s = g.shape;
+  const int source = blockIdx.y, v = blockIdx.z, rank = p.rank(v);
+  if (p.control(v)->abort != 0) return;
+  const int num_local = s.num_local_experts;
+  int32_t* first_block = shared;  // [El + 1]
+  scan_blocks(p, v, first_block);
+
+  const int cta = blockIdx.y * gridDim.x + blockIdx.x, ctas = gridDim.x * gridDim.y;
+  for (int e = cta; e < num_local; e += ctas) place_blocks(p, v, e, first_block);
+  if (cta == 0)
+    for (int e = threadIdx.x; e <= num_local; e += blockDim.x)
+      p.array<int32_t>(g.workspace.expert_first_block, v)[e] = first_block[e];
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk = blockIdx.x * kPlanWarps + warp;
+  if (chunk >= g.num_chunks) return;
+  int32_t* next = shared + num_local + 1 + warp * num_local;  // next[e]: rows placed so far
+  const int32_t* before = p.array<int32_t>(g.workspace.chunk_counts, v) +
+                          (int64_t{source} * g.num_chunks + chunk) * num_local;
+  for (int e = lane; e < num_local; e += 32) next[e] = before[e];
+  __syncwarp();
+  const int32_t* counts = p.array<int32_t>(g.workspace.counts, v);
+  RowRoute* routes = p.array<RowRoute>(g.workspace.routes, v);
+  const char* tokens = p.tokens_of(source, v);
+  char* slots = p.heap(source) + g.heap.slots;
+  const int64_t row_bytes = int64_t{g.hidden} * 2;
+  for_each_id(p, source, chunk, [&](const int32_t*, int i, int32_t id) {
+    const int e = local_expert(p, rank, id);
+    // Lanes with the same expert take consecutive places, in lane order.
+    const uint32_t same = __match_any_sync(0xffffffffu, e);
+    const int earlier = __popc(same & ((1u << lane) - 1));
+    const int32_t j = e >= 0 ? next[e] + earlier : 0;
+    __syncwarp();
+    if (e >= 0 && earlier == 0) next[e] += __popc(same);
+    __syncwarp();
+    if (e < 0) return;
+    const int token = i / s.top_k, slot = i % s.top_k;
+    const int32_t row =
+        first_block[e] * kBlockRows +
+        plan::row_position(counts + e, num_local, s.num_ranks, source, j, s.source_order);
+    routes[row] = {tokens + token * row_bytes,
+                   slots + plan::combine_slot(token, slot, s.num_tokens) * row_bytes};
+  });
+}
+
+}  // namespace
+
+cudaError_t prepare_plan_kernels() {
+  const auto set_shared = [](auto* kernel) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kMaxPlanSharedBytes);
+  };
+  cudaFuncAttributes attributes;  // asking for them loads a kernel
+  if (cudaError_t e = cudaFuncGetAttributes(&attributes, publish)) return e;
+  if (cudaError_t e = cudaFuncGetAttributes(&attributes, prefix)) return e;
+  if (cudaError_t e = set_shared(count)) return e;
+  return set_shared(place);
+}
+
+cudaError_t launch_plan(const ForwardParams& p, int num_sms, cudaStream_t stream) {
+  const Geometry& g = p.geometry;
+  const unsigned ranks = g.num_virtual_ranks, sources = g.shape.num_ranks;
+  const unsigned experts = g.shape.num_local_experts;
+  const unsigned chunk_ctas = (g.num_chunks + kPlanWarps - 1) / kPlanWarps;
+  const unsigned pair_ctas = (sources * experts + kPlanWarps - 1) / kPlanWarps;
+  const unsigned publish_ctas = (num_sms + ranks - 1) / ranks;
+  publish<<<dim3(publish_ctas, ranks), kPublishThreads, 0, stream>>>(p);
+  count<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, kPlanWarps * experts * 4, stream>>>(p);
+  prefix<<<dim3(pair_ctas, ranks), kPlanThreads, 0, stream>>>(p);
+  place<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, (kPlanWarps * experts + experts + 1) * 4,
+          stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_mok::cuda

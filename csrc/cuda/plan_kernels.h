@@ -1,0 +1,12 @@
+// The first steps of a call, as short kernels in stream order: publish what the peers read, then
+// turn the ids of all ranks into this rank's plan.
+#pragma once
+
+#include "cuda/params.cuh"
+
+namespace jax_mok::cuda {
+
+cudaError_t prepare_plan_kernels();
+cudaError_t launch_plan(const ForwardParams& params, int num_sms, cudaStream_t stream);
+
+}  // namespace jax_mok::cuda
