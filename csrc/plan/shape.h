@@ -92,6 +92,13 @@ MOK_HD int64_t min_ring_blocks(const Shape& s) {
   return s.group_blocks + ceil_div(s.rows_in_flight, s.block_rows);
 }
 
+// In the backward the weight gradients read a macrobatch's tokens after both other phases, so what
+// must be complete is a macrobatch. A worker that signals all rows of one macrobatch before it
+// waits for a slot for the next may set rows_in_flight to 0 here.
+MOK_HD int64_t min_ring_blocks_backward(const Shape& s) {
+  return s.macrobatch_blocks + ceil_div(s.rows_in_flight, s.block_rows);
+}
+
 // nullptr, or a sentence that names the field at fault. Every function of plan/ relies on it.
 MOK_HD const char* check(const Shape& s) {
   if (s.num_ranks < 1) return "num_ranks must be at least 1";
@@ -127,13 +134,13 @@ MOK_HD const char* check(const Shape& s) {
   return nullptr;
 }
 
-// The weight gradients read a macrobatch's tokens after both other phases, so in the backward the
-// token rings hold a whole macrobatch.
+// What the backward asks for besides.
 MOK_HD const char* check_backward(const Shape& s) {
   if (const char* wrong = check(s)) return wrong;
   if (s.grad_weight_tiles < 1) return "grad_weight_tiles must be at least 1 in the backward";
-  if (s.ring_blocks < s.macrobatch_blocks)
-    return "ring_blocks must be at least macrobatch_blocks in the backward";
+  if (s.ring_blocks < min_ring_blocks_backward(s))
+    return "ring_blocks must be at least macrobatch_blocks + ceil(rows_in_flight / block_rows) in "
+           "the backward: a smaller ring deadlocks";
   return nullptr;
 }
 

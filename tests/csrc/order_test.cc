@@ -73,7 +73,7 @@ struct Layout {
 };
 
 Layout random_layout(Rng& rng, int round) {
-  Layout l{test::random_shape(rng, 4, 30, 9), {}};
+  Layout l{test::random_shape(rng, 4, 60, 9), {}};
   const Ids ids = test::random_ids(rng, l.s, static_cast<Skew>(round % test::kNumSkews));
   l.plan = build(l.s, test::pointers(ids).data(), test::pick(rng, 0, l.s.num_ranks - 1));
   return l;
@@ -83,7 +83,7 @@ Layout random_layout(Rng& rng, int round) {
 
 TEST(groups_and_segments) {
   Rng rng(1);
-  for (int round = 0; round < 1000; ++round) {
+  for (int round = 0; round < 15000; ++round) {
     const auto [s, plan] = random_layout(rng, round);
     CHECK(plan.groups == naive_runs(s, plan.block_expert, s.group_blocks), "round ", round);
     CHECK(plan.segments == naive_runs(s, plan.block_expert, INT32_MAX), "round ", round);
@@ -111,7 +111,7 @@ TEST(groups_and_segments) {
 
 TEST(order_is_the_naive_one_and_closed_forms_agree) {
   Rng rng(2);
-  for (int round = 0; round < 600; ++round) {
+  for (int round = 0; round < 2000; ++round) {
     const auto [s, plan] = random_layout(rng, round);
     const BlockMap map = plan.map();
     const auto forward = naive_order(s, plan.block_expert, Pass::kForward);
@@ -144,7 +144,7 @@ TEST(order_is_the_naive_one_and_closed_forms_agree) {
 // do the whole order, and a weight tile never changes its owner.
 TEST(workers_share_the_order) {
   Rng rng(3);
-  for (int round = 0; round < 300; ++round) {
+  for (int round = 0; round < 1500; ++round) {
     const auto [s, plan] = random_layout(rng, round);
     const BlockMap map = plan.map();
     const int32_t workers = test::pick(rng, 1, 12);
@@ -189,7 +189,7 @@ TEST(first_owned_index) {
 // Walk the order, count what every counter gets, and compare at the places where it is waited for.
 TEST(slots_generations_and_counter_targets) {
   Rng rng(4);
-  for (int round = 0; round < 300; ++round) {
+  for (int round = 0; round < 1500; ++round) {
     auto [s, plan] = random_layout(rng, round);
     const BlockMap map = plan.map();
     for (Pass pass : {Pass::kForward, Pass::kBackward}) {

@@ -74,6 +74,11 @@ TEST(the_backward_needs_more) {
   s.grad_weight_tiles = 10;
   CHECK(std::strstr(check_backward(s), "ring_blocks") != nullptr);
   s.ring_blocks = s.macrobatch_blocks;
+  CHECK(std::strstr(check_backward(s), "ring_blocks") != nullptr);
+  s.ring_blocks = s.macrobatch_blocks + 9;  // 1056 rows in flight may lie 9 blocks ahead
+  CHECK(check_backward(s) == nullptr);
+  s.ring_blocks = s.macrobatch_blocks;
+  s.rows_in_flight = 0;
   CHECK(check_backward(s) == nullptr);
   s.block_rows = 0;
   CHECK(std::strstr(check_backward(s), "block_rows") != nullptr);
