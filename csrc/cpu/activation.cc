@@ -1,4 +1,4 @@
-// Element by element, over fixed panels of 32 columns: the same code for every column, so a value
+// Element by element, over fixed panels of columns: the same code for every column, so a value
 // does not depend on where it stands. Formulas: Shazeer, "GLU Variants Improve Transformer" (2020);
 // GELU in its tanh form, which is g * sigmoid(2 z) with z = sqrt(2/pi) (g + 0.044715 g^3).
 #include "cpu/activation.h"

@@ -1,5 +1,5 @@
 // h = act(g) * (u + up_offset), with g clamped above and u both ways, and its derivatives, on
-// panels of 32 columns.
+// panels of columns.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ struct Activation {
   float up_offset = 0.0f;
 };
 
-// gate, up: [rows][32]; h: rows of 32 with the given stride.
+// gate, up: [rows][kPanel]; h: rows of kPanel with the given stride.
 void activate(const Activation& activation, int64_t rows, const float* gate, const float* up,
               float* h, int64_t h_stride);
 
-// Rows of 32 columns of the rings that the backward fills.
+// Rows of kPanel columns of the rings that the backward fills.
 struct HiddenGradients {
   float* weighted_hidden;  // weight * h
   float* grad_gate;        // of the pre-activations, as they came out of the GEMM and the bias

@@ -1,7 +1,7 @@
-// Backward of one expert-parallel group. Rank after rank, batches from last to first: pull x and dy,
-// then per panel the pre-activations (saved or computed again, to the same bits), the gradient of h,
-// the activation's derivatives and the row dots; then the gradient of x, pushed to its slot, and the
-// weight gradients. In the end every source adds its slots.
+// Backward of one expert-parallel group. Rank after rank, batches from last to first: pull x and
+// dy, then per panel the pre-activations (saved or computed again, to the same bits), the gradient
+// of h, the activation's derivatives and the row dots; then the gradient of x, pushed to its slot,
+// and the weight gradients. In the end every source adds its slots.
 #include <algorithm>
 
 #include "cpu/batch.h"
@@ -74,8 +74,7 @@ class Backward {
     memory.add(&open_.up, {sums});
     memory.add(&open_.down, {sums});
     float* slot_data;
-    memory.add(&slot_data,
-               {shape_.num_ranks, num_slots(shape_), shape_.num_tokens, shape_.hidden});
+    memory.add(&slot_data, {shape_.num_ranks, num_slots(shape_), shape_.num_tokens, shape_.hidden});
     memory.allocate(workspace);
     slots_ = slots_of_ranks(shape_, slot_data);
   }
@@ -118,12 +117,11 @@ class Backward {
           multiply_panel_transposed(piece.rows, hidden_rows(rings_.dy, row), ffn.down,
                                     panel * kPanel, {grad_hidden, kPanel, false});
           const int64_t at = row * rings_.inner_stride + panel * kPanel;
-          activate_backward(shape_.activation, piece.rows,
-                            std::min(kPanel, inner - panel * kPanel), gate, up, grad_hidden,
-                            rings_.row_weights + row,
-                            {rings_.weighted_hidden + at, rings_.grad_gate + at,
-                             rings_.grad_up + at, rings_.inner_stride,
-                             dots_ + row * dots_stride_ + panel, dots_stride_});
+          activate_backward(
+              shape_.activation, piece.rows, std::min(kPanel, inner - panel * kPanel), gate, up,
+              grad_hidden, rings_.row_weights + row,
+              {rings_.weighted_hidden + at, rings_.grad_gate + at, rings_.grad_up + at,
+               rings_.inner_stride, dots_ + row * dots_stride_ + panel, dots_stride_});
         });
   }
 
@@ -170,17 +168,17 @@ class Backward {
           const int64_t first = panel * kPanel;
           multiply_panel_transposed(piece.rows, inner_rows(rings_.grad_gate, piece.ring_row),
                                     ffn.gate, first, {dx, kPanel, false});
-          multiply_panel_transposed(piece.rows, inner_rows(rings_.grad_up, piece.ring_row),
-                                    ffn.up, first, {dx, kPanel, true});
+          multiply_panel_transposed(piece.rows, inner_rows(rings_.grad_up, piece.ring_row), ffn.up,
+                                    first, {dx, kPanel, true});
           push(piece, slots_, first, std::min(kPanel, shape_.hidden - first), dx);
         });
   }
 
   Rows hidden_rows(const float* ring, int64_t row) const {
-    return {ring + row * rings_.hidden_stride, rings_.hidden_stride, 1};
+    return {ring + row * rings_.hidden_stride, rings_.hidden_stride};
   }
   Rows inner_rows(const float* ring, int64_t row) const {
-    return {ring + row * rings_.inner_stride, rings_.inner_stride, 1};
+    return {ring + row * rings_.inner_stride, rings_.inner_stride};
   }
 
   const LayerShape& shape_;

@@ -25,8 +25,7 @@ std::vector<Batch> routed_batches(const LayerShape& shape, const plan::HostPlan&
   const plan::BlockMap map = plan.map();
   std::vector<Batch> batches(plan::num_macrobatches(s, map.num_blocks));
   for (const plan::Group& group : plan.groups)
-    batches[plan::macrobatch_of(s, group.first_block)].groups.push_back(
-        piece_of(s, plan, group));
+    batches[plan::macrobatch_of(s, group.first_block)].groups.push_back(piece_of(s, plan, group));
   for (const plan::Group& segment : plan.segments)
     batches[plan::macrobatch_of(s, segment.first_block)].segments.push_back(
         {piece_of(s, plan, segment), plan::starts_weight_sum(map, segment),
@@ -46,8 +45,8 @@ std::vector<Batch> shared_batches(const LayerShape& shape,
     batch.segments.push_back(
         {{expert, 0, count, rows.data() + first}, first + count == total, first == 0});
     for (int64_t row = 0; row < count; row += shape.minibatch_rows)
-      batch.groups.push_back({expert, row, std::min(shape.minibatch_rows, count - row),
-                              rows.data() + first + row});
+      batch.groups.push_back(
+          {expert, row, std::min(shape.minibatch_rows, count - row), rows.data() + first + row});
     batches.push_back(std::move(batch));
   }
   return batches;
@@ -131,9 +130,9 @@ FfnGradients network_gradients(const LayerShape& shape, const BackwardBuffers& b
   if (expert == shape.num_local_experts) return buffers.shared;
   const int64_t h = shape.hidden, i = shape.intermediate;
   const FfnGradients& stack = buffers.experts;
-  return {slice(stack.gate, expert, h * i),   slice(stack.up, expert, h * i),
-          slice(stack.down, expert, i * h),   slice(stack.gate_bias, expert, i),
-          slice(stack.up_bias, expert, i),    slice(stack.down_bias, expert, h)};
+  return {slice(stack.gate, expert, h * i), slice(stack.up, expert, h * i),
+          slice(stack.down, expert, i * h), slice(stack.gate_bias, expert, i),
+          slice(stack.up_bias, expert, i),  slice(stack.down_bias, expert, h)};
 }
 
 float row_weight(const LayerShape& shape, const ForwardBuffers& source,

@@ -55,8 +55,7 @@ int64_t widest_inner(const LayerShape& shape);
 int32_t num_slots(const LayerShape& shape);
 
 // Weight of a row in its token's sum.
-float row_weight(const LayerShape& shape, const ForwardBuffers& source,
-                 const plan::RowSource& row);
+float row_weight(const LayerShape& shape, const ForwardBuffers& source, const plan::RowSource& row);
 
 // Calls body(piece, first, count) for short runs of a batch's rows, in parallel.
 void for_each_run(const Batch& batch,
@@ -66,7 +65,7 @@ void for_each_run(const Batch& batch,
 void pull(const LayerShape& shape, const Batch& batch, const std::vector<ConstArray>& of_rank,
           float* ring, int64_t stride);
 
-// Calls body(piece, panel) for all panels of 32 of columns(piece), in parallel; the pieces that
+// Calls body(piece, panel) for all panels of columns(piece), in parallel; the pieces that
 // share a network's panel come one after another.
 void for_each_panel(const Batch& batch, const std::function<int64_t(const Piece&)>& columns,
                     const std::function<void(const Piece&, int64_t panel)>& body);

@@ -16,7 +16,8 @@ struct Slots {
   int64_t num_tokens, hidden;
 
   float* at(const plan::RowSource& row) const {
-    return data + plan::combine_slot(row.token, row.slot, static_cast<int32_t>(num_tokens)) * hidden;
+    return data +
+           plan::combine_slot(row.token, row.slot, static_cast<int32_t>(num_tokens)) * hidden;
   }
 };
 

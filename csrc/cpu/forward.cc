@@ -32,8 +32,8 @@ void run_batch(const LayerShape& shape, const std::vector<ForwardBuffers>& ranks
         float* const gate = thread_scratch(2 * tile);
         float* const up = gate + tile;
         const Ffn ffn = network(shape, mine, piece.expert);
-        pre_activations(piece, ffn, panel, {rings.x + piece.ring_row * rings.x_stride,
-                                            rings.x_stride, 1}, gate, up);
+        pre_activations(piece, ffn, panel,
+                        {rings.x + piece.ring_row * rings.x_stride, rings.x_stride}, gate, up);
         if (saved != nullptr) save_pre_activations(piece, ffn.gate.cols, panel, gate, up, saved);
         activate(shape.activation, piece.rows, gate, up,
                  rings.h + piece.ring_row * rings.h_stride + panel * kPanel, rings.h_stride);
@@ -45,9 +45,8 @@ void run_batch(const LayerShape& shape, const std::vector<ForwardBuffers>& ranks
         float* const y = thread_scratch(piece.rows * kPanel);
         const Ffn ffn = network(shape, mine, piece.expert);
         const int64_t first = panel * kPanel, columns = std::min(kPanel, shape.hidden - first);
-        multiply_panel(piece.rows,
-                       {rings.h + piece.ring_row * rings.h_stride, rings.h_stride, 1}, ffn.down,
-                       first, {y, kPanel, false});
+        multiply_panel(piece.rows, {rings.h + piece.ring_row * rings.h_stride, rings.h_stride},
+                       ffn.down, first, {y, kPanel, false});
         add_bias(piece.rows, ffn.down_bias, first, columns, y);
         push(piece, slots, first, columns, y);
       });

@@ -1,154 +1,95 @@
-// Packs a piece of a matrix into a panel [k][32] and runs the register tiles of this processor.
+// Cuts products into calls of OpenBLAS whose shapes follow from the matrices alone.
 #include "cpu/gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
+#include <vector>
 
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
+#include "cpu/blas.h"
 
 namespace jax_mok::cpu {
 namespace {
 
-struct Kernel {
-  const char* name;
-  internal::TileFunction tiles;
+// Buffers of a thread that only grow.
+struct Scratch {
+  std::vector<float> rows, weights;
 };
-
-// JAX_MOK_CPU_KERNEL asks for a lesser kernel than the best, to compare them.
-Kernel choose_kernel() {
-  const char* wanted = std::getenv("JAX_MOK_CPU_KERNEL");
-  const auto allowed = [&](const char* name) {
-    return wanted == nullptr || std::strcmp(wanted, name) == 0;
-  };
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (allowed("avx512") && __builtin_cpu_supports("avx512f"))
-    return {"avx512", internal::tiles_avx512};
-  if (allowed("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {"avx2", internal::tiles_avx2};
-#endif
-  (void)allowed;
-  return {"portable", internal::tiles_portable};
+Scratch& scratch() {
+  static thread_local Scratch buffers;
+  return buffers;
 }
 
-const Kernel& kernel() {
-  static const Kernel chosen = choose_kernel();
-  return chosen;
+float* at_least(std::vector<float>& buffer, int64_t count) {
+  if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
+  return buffer.data();
 }
 
-// So few rows do not pay for packing: the kernel reads the matrix where it is.
-constexpr int64_t kRowsWorthPacking = 13;
-
-void pack_row(ConstArray from, int64_t columns, float* to) {
-  if (columns == kPanel) {
-    read(from, kPanel, to);
-  } else {
-    read(from, columns, to);
-    std::fill(to + columns, to + kPanel, 0.0f);
-  }
+// The float32 weights of a panel, where they lie or widened: `count` runs of `length` numbers.
+struct Weights {
+  const float* data;
+  int64_t stride;
+};
+Weights panel_weights(const Matrix& b, int64_t offset, int64_t count, int64_t length) {
+  if (b.data.dtype == Dtype::kFloat32) return {b.data.f32() + offset, b.cols};
+  float* const wide = at_least(scratch().weights, count * length);
+  for (int64_t i = 0; i < count; ++i)
+    read(b.data.at(offset + i * b.cols), length, wide + i * length);
+  return {wide, length};
 }
 
-void read4(ConstArray from, float* to) {
-  if (from.dtype == Dtype::kFloat32) {
-    std::memcpy(to, from.data, 4 * sizeof(float));
-  } else {
-    for (int i = 0; i < 4; ++i) to[i] = widen(from.bf16()[i]);
-  }
-}
-
-// to[k * 32 + j] = from[j * row_length + k] for j < columns, zero from there on.
-void pack_transposed(ConstArray from, int64_t row_length, int64_t columns, int64_t depth,
-                     float* to) {
-  int64_t j = 0;
-  for (; j + 4 <= columns; j += 4) {
-    int64_t k = 0;
-    for (; k + 4 <= depth; k += 4) {
-      float block[4][4];
-      for (int i = 0; i < 4; ++i) read4(from.at((j + i) * row_length + k), block[i]);
-#if defined(__SSE2__)
-      __m128 r0 = _mm_loadu_ps(block[0]), r1 = _mm_loadu_ps(block[1]);
-      __m128 r2 = _mm_loadu_ps(block[2]), r3 = _mm_loadu_ps(block[3]);
-      _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
-      _mm_storeu_ps(to + (k + 0) * kPanel + j, r0);
-      _mm_storeu_ps(to + (k + 1) * kPanel + j, r1);
-      _mm_storeu_ps(to + (k + 2) * kPanel + j, r2);
-      _mm_storeu_ps(to + (k + 3) * kPanel + j, r3);
-#else
-      for (int64_t q = 0; q < 4; ++q)
-        for (int i = 0; i < 4; ++i) to[(k + q) * kPanel + j + i] = block[i][q];
-#endif
+// All rows times one panel. `weights` is an operand whose op() is [columns, depth].
+void multiply_tiles(int64_t num_rows, const Rows& a, const Operand& weights, int64_t columns,
+                    int64_t depth, const Out& out) {
+  float product[kPanel * kTileRows];  // transposed: [columns][16]
+  for (int64_t first = 0; first < num_rows; first += kTileRows) {
+    const int64_t count = std::min(kTileRows, num_rows - first);
+    const float* tile = a.data + first * a.stride;
+    int64_t stride = a.stride;
+    if (count < kTileRows) {
+      float* const padded = at_least(scratch().rows, kTileRows * depth);
+      for (int64_t i = 0; i < count; ++i)
+        std::memcpy(padded + i * depth, tile + i * stride, depth * sizeof(float));
+      std::fill(padded + count * depth, padded + kTileRows * depth, 0.0f);
+      tile = padded;
+      stride = depth;
     }
-    for (; k < depth; ++k)
-      for (int i = 0; i < 4; ++i) read(from.at((j + i) * row_length + k), 1, to + k * kPanel + j + i);
-  }
-  for (; j < kPanel; ++j)
-    for (int64_t k = 0; k < depth; ++k) {
-      if (j < columns)
-        read(from.at(j * row_length + k), 1, to + k * kPanel + j);
+    sgemm(columns, kTileRows, depth, weights, {tile, stride, true}, 0.0f, product, kTileRows);
+    for (int64_t i = 0; i < count; ++i) {
+      float* const to = out.data + (first + i) * out.stride;
+      if (out.accumulate)
+        for (int64_t j = 0; j < columns; ++j) to[j] += product[j * kTileRows + i];
       else
-        to[k * kPanel + j] = 0.0f;
+        for (int64_t j = 0; j < columns; ++j) to[j] = product[j * kTileRows + i];
+      std::fill(to + columns, to + kPanel, 0.0f);
     }
-}
-
-float* packed_piece() {
-  alignas(64) static thread_local float piece[kDepth * kPanel];
-  return piece;
+  }
 }
 
 }  // namespace
 
-const char* gemm_kernel_name() { return kernel().name; }
-
 void multiply_panel(int64_t num_rows, const Rows& a, const Matrix& b, int64_t first_column,
                     const Out& out) {
   const int64_t columns = std::min(kPanel, b.cols - first_column);
-  const bool in_place =
-      num_rows < kRowsWorthPacking && b.data.dtype == Dtype::kFloat32 && columns == kPanel;
-  float* const piece = packed_piece();
-  for (int64_t k = 0; k < b.rows; k += kDepth) {
-    const int64_t depth = std::min(kDepth, b.rows - k);
-    const float* panel = piece;
-    int64_t step = kPanel;
-    if (in_place) {
-      panel = b.data.f32() + k * b.cols + first_column;
-      step = b.cols;
-    } else {
-      for (int64_t i = 0; i < depth; ++i)
-        pack_row(b.data.at((k + i) * b.cols + first_column), columns, piece + i * kPanel);
-    }
-    kernel().tiles(num_rows, depth, a.data + k * a.step, a.row_stride, a.step, panel, step,
-                   out.data, out.row_stride, out.accumulate || k > 0);
-  }
+  const Weights w = panel_weights(b, first_column, b.rows, columns);
+  multiply_tiles(num_rows, a, {w.data, w.stride, true}, columns, b.rows, out);
 }
 
 void multiply_panel_transposed(int64_t num_rows, const Rows& a, const Matrix& b,
                                int64_t first_column, const Out& out) {
   const int64_t columns = std::min(kPanel, b.rows - first_column);
-  float* const piece = packed_piece();
-  for (int64_t k = 0; k < b.cols; k += kDepth) {
-    const int64_t depth = std::min(kDepth, b.cols - k);
-    pack_transposed(b.data.at(first_column * b.cols + k), b.cols, columns, depth, piece);
-    kernel().tiles(num_rows, depth, a.data + k * a.step, a.row_stride, a.step, piece, kPanel,
-                   out.data, out.row_stride, out.accumulate || k > 0);
-  }
+  const Weights w = panel_weights(b, first_column * b.cols, columns, b.cols);
+  multiply_tiles(num_rows, a, {w.data, w.stride, false}, columns, b.cols, out);
 }
 
-void multiply_panel_outer(int64_t num_out_rows, const float* a, int64_t a_stride, const float* b,
-                          int64_t b_stride, int64_t num_rows, int64_t first_column,
-                          int64_t num_columns, const Out& out) {
-  const int64_t columns = std::min(kPanel, num_columns - first_column);
-  float* const piece = packed_piece();
-  for (int64_t done = 0; done < num_rows; done += kDepth) {
-    const int64_t depth = std::min(kDepth, num_rows - done);
-    const int64_t last = num_rows - 1 - done;
-    for (int64_t i = 0; i < depth; ++i)
-      pack_row({b + (last - i) * b_stride + first_column, Dtype::kFloat32}, columns,
-               piece + i * kPanel);
-    kernel().tiles(num_out_rows, depth, a + last * a_stride, 1, -a_stride, piece, kPanel, out.data,
-                   out.row_stride, out.accumulate || done > 0);
+void multiply_outer(int64_t num_out_rows, int64_t num_columns, const Rows& a, const Rows& b,
+                    int64_t num_rows, int64_t block_rows, const Out& out) {
+  const int64_t blocks = (num_rows + block_rows - 1) / block_rows;
+  for (int64_t block = blocks - 1; block >= 0; --block) {
+    const int64_t first = block * block_rows;
+    const int64_t depth = std::min(block_rows, num_rows - first);
+    const bool add = out.accumulate || block < blocks - 1;
+    sgemm(num_out_rows, num_columns, depth, {a.data + first * a.stride, a.stride, true},
+          {b.data + first * b.stride, b.stride, false}, add ? 1.0f : 0.0f, out.data, out.stride);
   }
 }
 

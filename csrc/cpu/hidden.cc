@@ -64,7 +64,8 @@ void clear_unsaved(const LayerShape& shape, const Schedule& schedule, float* sav
   parallel_for((shape.macrobatch_rows + 63) / 64, [&](int64_t run) {
     const int64_t end = std::min(shape.macrobatch_rows, (run + 1) * 64);
     for (int64_t row = run * 64; row < end; ++row)
-      if (!filled[row]) std::fill_n(saved + row * 2 * shape.intermediate, 2 * shape.intermediate, 0.0f);
+      if (!filled[row])
+        std::fill_n(saved + row * 2 * shape.intermediate, 2 * shape.intermediate, 0.0f);
   });
 }
 

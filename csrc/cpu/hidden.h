@@ -10,11 +10,11 @@
 
 namespace jax_mok::cpu {
 
-// gate, up [rows][32] = panel of x W + b. `x`: the piece's rows in the ring.
+// gate, up [rows][kPanel] = panel of x W + b. `x`: the piece's rows in the ring.
 void pre_activations(const Piece& piece, const Ffn& ffn, int64_t panel, const Rows& x, float* gate,
                      float* up);
 
-// tile [rows][32]: adds bias[first..first + columns) to every row. No bias, no change.
+// tile [rows][kPanel]: adds bias[first..first + columns) to every row. No bias, no change.
 void add_bias(int64_t rows, ConstArray bias, int64_t first, int64_t columns, float* tile);
 
 // To and from `saved` [macrobatch_rows, 2 * inner]: gate|up of a row at its ring row.
@@ -26,7 +26,7 @@ void load_pre_activations(const Piece& piece, int64_t inner, int64_t panel, cons
 // Zeros the rows of `saved` that no row of the last macrobatch will fill.
 void clear_unsaved(const LayerShape& shape, const Schedule& schedule, float* saved);
 
-// Columns [first, first + columns) of the piece's rows go from tile [rows][32] to their slots.
+// Columns [first, first + columns) of the piece's rows go from tile [rows][kPanel] to their slots.
 void push(const Piece& piece, const std::vector<Slots>& slots, int64_t first, int64_t columns,
           const float* tile);
 

@@ -22,8 +22,9 @@ struct LayerShape {
   int32_t num_experts() const { return num_ranks * num_local_experts; }
 };
 
-// Rows come in blocks of 16: a block costs memory only, since padding rows are not computed.
-constexpr int32_t kBlockRows = 16;
+// Rows come in blocks of 64, the unit in which weight gradients are summed. Padding costs memory
+// only: products go by the 16 rows.
+constexpr int32_t kBlockRows = 64;
 
 plan::Shape plan_shape(const LayerShape& shape);
 
@@ -43,24 +44,24 @@ struct ExpertStack {
 };
 
 struct ForwardBuffers {
-  ConstArray x;             // [T, H]
-  const int32_t* ids;       // [T, k]
-  const float* weights;     // [T, k]
-  ExpertStack experts;      // [El, H, I], [El, I, H]
-  Ffn shared;               // where shape.shared_intermediate > 0
+  ConstArray x;                         // [T, H]
+  const int32_t* ids;                   // [T, k]
+  const float* weights;                 // [T, k]
+  ExpertStack experts;                  // [El, H, I], [El, I, H]
+  Ffn shared;                           // where shape.shared_intermediate > 0
   const float* shared_scale = nullptr;  // [T], or null for 1
-  Array y;                  // [T, H]; forward only
-  float* saved = nullptr;   // [macrobatch_rows, 2 I]; the forward fills it, the backward reads it
+  Array y;                              // [T, H]; forward only
+  float* saved = nullptr;  // [macrobatch_rows, 2 I]; the forward fills it, the backward reads it
 };
 
 struct BackwardBuffers {
   ForwardBuffers forward;
-  ConstArray dy;                       // [T, H]
-  Array dx;                            // [T, H]
-  float* d_weights;                    // [T, k]
-  FfnGradients experts;                // stacked
+  ConstArray dy;         // [T, H]
+  Array dx;              // [T, H]
+  float* d_weights;      // [T, k]
+  FfnGradients experts;  // stacked
   FfnGradients shared;
-  float* d_shared_scale = nullptr;     // [T], where there is a scale
+  float* d_shared_scale = nullptr;  // [T], where there is a scale
 };
 
 // All ranks of one expert-parallel group, in rank order. Both throw std::bad_alloc and

@@ -2,7 +2,9 @@
 // thread. A worker never waits for anything but work, so concurrent jobs cannot block each other.
 #include "cpu/thread_pool.h"
 
+#if defined(__linux__)
 #include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -18,16 +20,20 @@ namespace {
 
 constexpr int kMostThreads = 1024;
 
-int initial_threads() {
-  if (const char* wanted = std::getenv("JAX_MOK_NUM_THREADS")) {
-    const long count = std::strtol(wanted, nullptr, 10);
-    if (count >= 1) return static_cast<int>(std::min<long>(count, kMostThreads));
-  }
+int processors() {
 #if defined(__linux__)
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
 #endif
   return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+int initial_threads() {
+  if (const char* wanted = std::getenv("JAX_MOK_NUM_THREADS")) {
+    const long count = std::strtol(wanted, nullptr, 10);
+    if (count >= 1) return static_cast<int>(std::min<long>(count, kMostThreads));
+  }
+  return processors();
 }
 
 struct Job {
@@ -36,8 +42,8 @@ struct Job {
 
   const std::function<void(int64_t)>& body;
   const int64_t count;
-  int free_places;  // workers that may still join; guarded by the pool's mutex
-  int workers = 0;  // workers inside; guarded by the pool's mutex
+  int free_places;           // workers that may still join; guarded by the pool's mutex
+  int workers = 0;           // workers inside; guarded by the pool's mutex
   std::exception_ptr error;  // guarded by the pool's mutex
   std::atomic<int64_t> next{0};
 
@@ -47,7 +53,9 @@ struct Job {
 class Pool {
  public:
   int threads() const { return threads_.load(std::memory_order_relaxed); }
-  void set_threads(int count) { threads_ = std::clamp(count, 1, kMostThreads); }
+  void set_threads(int count) {
+    threads_ = count > 0 ? std::min(count, kMostThreads) : processors();
+  }
 
   void run(int64_t count, const std::function<void(int64_t)>& body) {
     const int helpers = static_cast<int>(std::min<int64_t>(threads(), count)) - 1;

@@ -10,7 +10,7 @@ namespace jax_mok::cpu {
 // else the processors this process may run on.
 int num_threads();
 
-// Takes effect for work that starts from now on. Values below 1 count as 1.
+// Takes effect for work that starts from now on; 0 = the processors this process may run on.
 void set_num_threads(int count);
 
 // Calls body(i) for every i in [0, count), on the calling thread and on free workers; returns when

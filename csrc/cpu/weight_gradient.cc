@@ -1,4 +1,4 @@
-// A task is one panel of 32 columns of one gradient matrix of one segment; biases are one task.
+// A task is one panel of columns of one gradient matrix of one segment; biases are one task.
 #include "cpu/weight_gradient.h"
 
 #include <algorithm>
@@ -25,24 +25,22 @@ void add_panel(const Segment& segment, const Product& p, int64_t panel) {
   const int64_t first = panel * kPanel, columns = std::min(kPanel, p.cols - first);
   const int64_t depth = segment.piece.rows;
   const bool is_float = p.final.dtype == Dtype::kFloat32;
-  if (is_float && columns == kPanel) {
-    multiply_panel_outer(p.rows, p.left, p.left_stride, p.right, p.right_stride, depth, first,
-                         p.cols, {p.sum + first, p.cols, !segment.starts_sum});
-    return;
-  }
-  constexpr int64_t kChunk = 256;
-  float* const tile = thread_scratch(kChunk * kPanel);
+  constexpr int64_t kChunk = 256;  // of rows of the gradient: sums that stay in the L2 cache
+  float* const tile = is_float ? nullptr : thread_scratch(kChunk * kPanel);
   for (int64_t row = 0; row < p.rows; row += kChunk) {
     const int64_t count = std::min(kChunk, p.rows - row);
-    if (!segment.starts_sum) {
-      for (int64_t i = 0; i < count; ++i) {
-        float* const to = tile + i * kPanel;
-        std::memcpy(to, p.sum + (row + i) * p.cols + first, columns * sizeof(float));
-        std::fill(to + columns, to + kPanel, 0.0f);
-      }
+    const Rows left{p.left + row, p.left_stride}, right{p.right + first, p.right_stride};
+    if (is_float) {
+      multiply_outer(count, columns, left, right, depth, kBlockRows,
+                     {p.sum + row * p.cols + first, p.cols, !segment.starts_sum});
+      continue;
     }
-    multiply_panel_outer(count, p.left + row, p.left_stride, p.right, p.right_stride, depth, first,
-                         p.cols, {tile, kPanel, !segment.starts_sum});
+    if (!segment.starts_sum) {
+      for (int64_t i = 0; i < count; ++i)
+        std::memcpy(tile + i * kPanel, p.sum + (row + i) * p.cols + first, columns * sizeof(float));
+    }
+    multiply_outer(count, columns, left, right, depth, kBlockRows,
+                   {tile, kPanel, !segment.starts_sum});
     const Array to = segment.ends_sum ? p.final : Array{p.sum, Dtype::kFloat32};
     for (int64_t i = 0; i < count; ++i)
       write(tile + i * kPanel, columns, to.at((row + i) * p.cols + first));
@@ -119,9 +117,8 @@ void add_weight_gradients(const LayerShape& shape, const BackwardBuffers& rank, 
     add_bias_gradient(segment, rings.grad_up + row * rings.inner_stride, rings.inner_stride, inner,
                       sums + inner, out.up_bias, once);
     add_bias_gradient(segment, rings.dy + row * rings.hidden_stride, rings.hidden_stride, hidden,
-                      sums + 2 * inner, out.down_bias, [&](int64_t i) {
-                        return rings.row_weights[row + i];
-                      });
+                      sums + 2 * inner, out.down_bias,
+                      [&](int64_t i) { return rings.row_weights[row + i]; });
   });
 }
 

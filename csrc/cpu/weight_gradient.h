@@ -11,9 +11,9 @@ namespace jax_mok::cpu {
 
 // The rings that the hidden gradients of a macrobatch have filled.
 struct GradientRings {
-  float *x, *dy;                                      // [rows][hidden_stride]
-  float *weighted_hidden, *grad_gate, *grad_up;       // [rows][inner_stride]
-  float* row_weights;                                 // [rows]
+  float *x, *dy;                                 // [rows][hidden_stride]
+  float *weighted_hidden, *grad_gate, *grad_up;  // [rows][inner_stride]
+  float* row_weights;                            // [rows]
   int64_t hidden_stride, inner_stride;
 };
 

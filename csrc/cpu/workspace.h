@@ -9,11 +9,15 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/gemm.h"
+
 namespace jax_mok::cpu {
 
 // A row of floats with one cache line to spare: rows whose distance is a power of two would all
 // fall into the same few cache sets.
-inline int64_t padded_stride(int64_t columns) { return (columns + 31) / 32 * 32 + 16; }
+inline int64_t padded_stride(int64_t columns) {
+  return (columns + kPanel - 1) / kPanel * kPanel + 16;
+}
 
 // One block of memory handed out from the front.
 class Workspace {
@@ -21,7 +25,9 @@ class Workspace {
   // Takes everything back and makes room for so many bytes. Throws std::bad_alloc.
   void reserve(size_t bytes);
   float* take(int64_t floats);
-  static size_t bytes_for(int64_t floats) { return (static_cast<size_t>(floats) * 4 + 63) / 64 * 64; }
+  static size_t bytes_for(int64_t floats) {
+    return (static_cast<size_t>(floats) * 4 + 63) / 64 * 64;
+  }
 
  private:
   struct Free {
