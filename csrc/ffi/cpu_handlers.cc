@@ -1,0 +1,101 @@
+// The CPU handlers: decode, check, join the meeting; no arithmetic here.
+#include "ffi/cpu_handlers.h"
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "ffi/cpu_arguments.h"
+#include "ffi/cpu_meeting.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_mok::ffi {
+
+namespace xffi = xla::ffi;
+
+namespace {
+
+std::atomic<int64_t> num_forward_calls{0}, num_backward_calls{0};
+
+// No exception may reach XLA, which is built without them.
+xffi::Future call(Direction direction, xffi::RunId run, MeetingPlace* place,
+                  xffi::RemainingArgs operands, xffi::RemainingRets results,
+                  xffi::Dictionary attributes) {
+  try {
+    (direction == Direction::kForward ? num_forward_calls : num_backward_calls)
+        .fetch_add(1, std::memory_order_relaxed);
+    Arrival arrival{};
+    xffi::Error error = decode(direction, operands, results, attributes, &arrival);
+    if (error.failure()) return failed(std::move(error));
+    return place->arrive(run.run_id, std::move(arrival));
+  } catch (const std::exception& e) {
+    return failed(xffi::Error::Internal(std::string("jax_mok: ") + e.what()));
+  }
+}
+
+xffi::Future forward(xffi::RunId run, MeetingPlace* place, xffi::RemainingArgs operands,
+                     xffi::RemainingRets results, xffi::Dictionary attributes) {
+  return call(Direction::kForward, run, place, operands, results, attributes);
+}
+
+xffi::Future backward(xffi::RunId run, MeetingPlace* place, xffi::RemainingArgs operands,
+                      xffi::RemainingRets results, xffi::Dictionary attributes) {
+  return call(Direction::kBackward, run, place, operands, results, attributes);
+}
+
+xffi::ErrorOr<std::unique_ptr<MeetingPlace>> make_place() {
+  return std::make_unique<MeetingPlace>();
+}
+
+xffi::Error check(xffi::Buffer<xffi::DataType::S32> flag,
+                  xffi::Result<xffi::Buffer<xffi::DataType::S32>> kind) {
+  if (flag.element_count() != 4 || kind->element_count() != 1)
+    return xffi::Error::InvalidArgument(
+        "jax_mok: the check takes int32 [4] and gives int32 [1], got " +
+        std::to_string(flag.element_count()) + " and " + std::to_string(kind->element_count()) +
+        " elements");
+  const int32_t* const values = flag.typed_data();
+  kind->typed_data()[0] = values[0];
+  if (values[0] == 0) return xffi::Error::Success();
+  const std::string where = "jax_mok.moe: expert_ids[" + std::to_string(values[1]) + ", " +
+                            std::to_string(values[2]) + "] of one rank is " +
+                            std::to_string(values[3]);
+  if (values[0] == 2)
+    return xffi::Error::InvalidArgument(
+        where + ", which an earlier slot of the same token has too; ids of a token must differ");
+  return xffi::Error::InvalidArgument(
+      where + "; allowed are 0 to the number of experts - 1, and -1 for unused");
+}
+
+XLA_FFI_TypeInfo the_meeting_type_info = xffi::MakeTypeInfo<MeetingPlace>();
+
+}  // namespace
+
+XLA_FFI_TypeId* meeting_type_id() { return &MeetingPlace::id; }
+XLA_FFI_TypeInfo* meeting_type_info() { return &the_meeting_type_info; }
+int64_t forward_calls() { return num_forward_calls.load(); }
+int64_t backward_calls() { return num_backward_calls.load(); }
+
+}  // namespace jax_mok::ffi
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokMeetingInstantiate, jax_mok::ffi::make_place,
+                              xla::ffi::Ffi::BindInstantiate());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCpu, jax_mok::ffi::forward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .Ctx<xla::ffi::State<jax_mok::ffi::MeetingPlace>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCpu, jax_mok::ffi::backward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .Ctx<xla::ffi::State<jax_mok::ffi::MeetingPlace>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokCheckCpu, jax_mok::ffi::check,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::DataType::S32>>());
