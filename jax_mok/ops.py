@@ -1,0 +1,208 @@
+"""The lower layer: what `moe` is made of, for those who look inside or build their own.
+
+`schedule` is the plan that a call makes of its expert ids, as NumPy arrays. The CPU engine and the
+GPU kernels use the same code for it.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_mok import _core
+
+SourceOrder = Literal["interleaved", "sequential"]
+
+# Values of the first column of `Schedule.tiles` and `Schedule.backward_tiles`.
+GATE_UP, DOWN, GRAD_HIDDEN, GRAD_INPUT, GRAD_WEIGHT = range(5)
+
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """What one rank does with the rows routed to it, in which order. Made by `schedule`.
+
+    A *row* is one token for one expert; rows of an expert follow each other and are padded to whole
+    *blocks*; experts without rows have none. A *group* is a run of blocks that the expert GEMM gets
+    together (minibatch), a *macrobatch* a run of blocks that the ring buffers hold at once,
+    whatever their experts; a *segment* is the part of an expert inside one macrobatch. All arrays
+    are int32 and read-only; L is the number of experts of a rank, B of its blocks.
+
+    Attributes:
+      num_experts: experts of all ranks.
+      rank: whose schedule this is: it has the experts from rank · L to (rank + 1) · L - 1. Experts
+        are counted from 0 within the rank below.
+      block_rows: rows of a block.
+      macrobatch_blocks: blocks of a macrobatch (the last one may have fewer).
+      counts: [num_ranks, L], rows that each rank sends to each expert.
+      expert_rows: [L], rows of each expert, without padding.
+      expert_first_block: [L + 1], an expert's blocks are those from its entry to the next.
+      block_expert: [B], expert of each block.
+      rows: [B · block_rows, 3], (rank, token, slot) that a row comes from and that its result goes
+        back to; (-1, -1, -1) is padding.
+      first_use: [B · block_rows], the first row of the same macrobatch that holds the same token
+        of the same rank, or -1 if this is the first, or padding: rows with -1 have to be fetched.
+      groups: [G, 3], (first block, number of blocks, expert), in ascending order.
+      segments: [S, 3], the same for segments.
+      tiles: [N, 3], (phase, block, n) in the order of the forward pass: for each macrobatch all
+        `GATE_UP` tiles, then all `DOWN` tiles; inside a group the block runs fastest.
+      backward_tiles: the same for the backward pass, which goes from the last block to the first:
+        for each macrobatch `GRAD_HIDDEN`, `GRAD_INPUT`, then one `GRAD_WEIGHT` tile per segment,
+        named by its last block, which adds up the segment's blocks in descending order.
+    """
+
+    num_experts: int
+    rank: int
+    block_rows: int
+    macrobatch_blocks: int
+    counts: np.ndarray
+    expert_rows: np.ndarray
+    expert_first_block: np.ndarray
+    block_expert: np.ndarray
+    rows: np.ndarray
+    first_use: np.ndarray
+    groups: np.ndarray
+    segments: np.ndarray
+    tiles: np.ndarray
+    backward_tiles: np.ndarray
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_expert)
+
+    @property
+    def num_macrobatches(self) -> int:
+        return -(-self.num_blocks // self.macrobatch_blocks)
+
+
+def schedule(
+    expert_ids: Any,
+    *,
+    num_experts: int,
+    rank: int = 0,
+    block_rows: int = 128,
+    minibatch_size: int | None = None,
+    macrobatch_size: int | None = None,
+    source_order: SourceOrder = "interleaved",
+    tiles_per_block: tuple[int, int] = (1, 1),
+) -> Schedule:
+    """The plan of one rank, computed on the host.
+
+    Args:
+      expert_ids: integers [num_ranks, T, k], or [T, k] for one rank: the experts of each token of
+        each rank; -1 = slot unused; distinct within a token. T may be 0.
+      num_experts: experts of all ranks, a multiple of num_ranks; each rank has a run of them.
+      rank: whose plan to make.
+      block_rows: rows of a block: 128 on a GPU, 64 in the CPU engine.
+      minibatch_size: most rows of a group, rounded up to whole blocks and at most a macrobatch;
+        None = 8 blocks.
+      macrobatch_size: rows of a macrobatch, rounded up to whole blocks; None = all in one.
+      source_order: order of an expert's rows. "interleaved": one row of each rank in turn, so that
+        all links are busy (GPU); "sequential": by (rank, token, slot), so that sums over an
+        expert's rows do not depend on how many ranks there are (CPU).
+      tiles_per_block: tiles that a block's gate and up projection and its down projection are cut
+        into.
+
+    Returns:
+      A `Schedule`.
+
+    Raises:
+      ValueError: an argument out of its range, ids out of range or repeated within a token (the
+        message tells which), or more rows or tiles than int32 can count.
+      TypeError: expert_ids are not integers, or a size is not an int.
+
+    Example:
+      >>> jax_mok.ops.schedule([[0, 2], [2, -1]], num_experts=3, block_rows=2).expert_rows
+      array([1, 0, 2], dtype=int32)
+    """
+    ids = _ids(expert_ids)
+    num_experts = _size("num_experts", num_experts, 1)
+    rank = _size("rank", rank, 0)
+    block_rows = _size("block_rows", block_rows, 1)
+    gate_up_tiles, down_tiles = (
+        _size(f"tiles_per_block[{i}]", n, 1) for i, n in enumerate(tiles_per_block)
+    )
+    if source_order not in ("interleaved", "sequential"):
+        raise ValueError(
+            f"source_order must be 'interleaved' or 'sequential', got {source_order!r}."
+        )
+    num_ranks = ids.shape[0]
+    if num_ranks == 0 or ids.shape[2] == 0:
+        raise ValueError(
+            f"expert_ids must have at least one rank and one slot per token, got shape {ids.shape}."
+        )
+    if num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a multiple of the number of ranks, {num_ranks}, "
+            f"got {num_experts}."
+        )
+    if rank >= num_ranks:
+        raise ValueError(f"rank must be in [0, {num_ranks - 1}], got {rank}.")
+
+    if macrobatch_size is None:  # every expert may need one padded block
+        rows = ids.size // block_rows + num_experts // num_ranks
+        macrobatch_blocks = max(1, min(rows, _INT32.max))
+    else:
+        macrobatch_blocks = -(-_size("macrobatch_size", macrobatch_size, 1) // block_rows)
+    group_blocks = (
+        8
+        if minibatch_size is None
+        else -(-_size("minibatch_size", minibatch_size, 1) // block_rows)
+    )
+    arrays = _core.plan_build(
+        ids,
+        num_experts=num_experts,
+        rank=rank,
+        block_rows=block_rows,
+        group_blocks=min(group_blocks, macrobatch_blocks),
+        macrobatch_blocks=macrobatch_blocks,
+        gate_up_tiles=gate_up_tiles,
+        down_tiles=down_tiles,
+        grad_weight_tiles=1,
+        interleaved=source_order == "interleaved",
+    )
+    arrays["counts"] = arrays["counts"].reshape(num_ranks, num_experts // num_ranks)
+    return Schedule(
+        num_experts=num_experts,
+        rank=rank,
+        block_rows=block_rows,
+        macrobatch_blocks=macrobatch_blocks,
+        **arrays,
+    )
+
+
+def _ids(expert_ids: Any) -> np.ndarray:
+    """`expert_ids` as contiguous int32 [num_ranks, T, k]."""
+    ids = np.asarray(expert_ids)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"expert_ids must be integers, got dtype {ids.dtype.name}.")
+    if ids.ndim == 2:
+        ids = ids[None]
+    if ids.ndim != 3:
+        raise ValueError(
+            f"expert_ids must have shape [num_ranks, T, k] or [T, k], got {np.shape(expert_ids)}."
+        )
+    wide = (ids > _INT32.max) | (ids < _INT32.min)
+    if wide.any():
+        raise ValueError(f"expert_ids must fit in int32, got {ids[wide][0]}.")
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _size(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+    if not least <= value <= _INT32.max:
+        raise ValueError(f"{name} must be in [{least}, {_INT32.max}], got {value}.")
+    return int(value)
+
+
+__all__ = [
+    "DOWN",
+    "GATE_UP",
+    "GRAD_HIDDEN",
+    "GRAD_INPUT",
+    "GRAD_WEIGHT",
+    "Schedule",
+    "schedule",
+]
