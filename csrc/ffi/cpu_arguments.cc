@@ -258,8 +258,11 @@ class Decoder {
         in.take_optional("s_scale", {tokens_}, {xffi::DataType::F32}));
   }
 
+  // Null if absent, though an array of shape [0] may well have an address.
   void* take_if(Reader& in, bool present, const char* name, std::initializer_list<int64_t> dims) {
-    return present ? in.take(name, dims, {dtype_}) : in.take(name, {0}, {dtype_});
+    if (present) return in.take(name, dims, {dtype_});
+    in.take(name, {0}, {dtype_});
+    return nullptr;
   }
 
   // Rows of `saved`, 0 if it is absent.
@@ -320,9 +323,8 @@ class Decoder {
     to.shared.up = array(has_shared_, "ds_up", {h, s}, dtype);
     to.shared.down = array(has_shared_, "ds_down", {s, h}, dtype);
     const bool has_scale = inputs().shared_scale != nullptr;
-    void* const d_scale = has_scale ? out.take("ds_scale", {tokens_}, {xffi::DataType::F32})
-                                    : out.take("ds_scale", {0}, {xffi::DataType::F32});
-    to.d_shared_scale = static_cast<float*>(d_scale);
+    void* const d_scale = out.take("ds_scale", {has_scale ? tokens_ : 0}, {xffi::DataType::F32});
+    to.d_shared_scale = has_scale ? static_cast<float*>(d_scale) : nullptr;
   }
 
   void finish_shape(int64_t saved_rows) {
