@@ -7,6 +7,8 @@
 #include <string>
 
 #include "bindings/plan_bindings.h"
+#include "cpu/blas.h"
+#include "cpu/thread_pool.h"
 #include "ffi/cpu_handlers.h"
 
 namespace nb = nanobind;
@@ -15,7 +17,7 @@ namespace {
 
 template <typename T>
 nb::capsule capsule(T* pointer) {
-  return nb::capsule(reinterpret_cast<void*>(pointer));
+  return nb::capsule(reinterpret_cast<const void*>(pointer));
 }
 
 // What jax.ffi.register_ffi_target takes for a handler with a stage besides execute.
