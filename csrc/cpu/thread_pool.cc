@@ -18,7 +18,9 @@
 namespace jax_mok::cpu {
 namespace {
 
-constexpr int kMostThreads = 1024;
+// The OpenBLAS wheel is built for 64 threads: it keeps a buffer for each that is inside a call, and
+// room for some more, which the threads of concurrent calls may take.
+constexpr int kMostThreads = 64;
 
 int processors() {
 #if defined(__linux__)
@@ -33,7 +35,7 @@ int initial_threads() {
     const long count = std::strtol(wanted, nullptr, 10);
     if (count >= 1) return static_cast<int>(std::min<long>(count, kMostThreads));
   }
-  return processors();
+  return std::min(processors(), kMostThreads);
 }
 
 struct Job {
@@ -54,7 +56,7 @@ class Pool {
  public:
   int threads() const { return threads_.load(std::memory_order_relaxed); }
   void set_threads(int count) {
-    threads_ = count > 0 ? std::min(count, kMostThreads) : processors();
+    threads_ = std::min(count > 0 ? count : processors(), kMostThreads);
   }
 
   void run(int64_t count, const std::function<void(int64_t)>& body) {

@@ -111,8 +111,8 @@ template <typename T>
 T attribute(const xffi::Dictionary& attributes, const char* name) {
   const xffi::ErrorOr<T> value = attributes.get<T>(name);
   if (!value.has_value())
-    fail(std::string("attribute ") + name + " is missing or of another type: " +
-         value.error().message());
+    fail(std::string("attribute ") + name +
+         " is missing or of another type: " + value.error().message());
   return value.value();
 }
 
@@ -196,8 +196,8 @@ class Decoder {
     const int64_t groups = arrival_.world / shape().num_ranks;
     const auto part = [&](int index, const char* what, int64_t end) {
       if (values[index] < 0 || values[index] >= end)
-        fail("operand topology: the " + std::string(what) + " is " +
-             std::to_string(values[index]) + ", allowed are 0 to " + std::to_string(end - 1));
+        fail("operand topology: the " + std::string(what) + " is " + std::to_string(values[index]) +
+             ", allowed are 0 to " + std::to_string(end - 1));
       return values[index];
     };
     arrival_.rank = part(0, "rank", shape().num_ranks);
@@ -254,8 +254,8 @@ class Decoder {
     to.shared.gate = {wide(take_if(in, has_shared_, "s_gate", {h, s})), h, s};
     to.shared.up = {wide(take_if(in, has_shared_, "s_up", {h, s})), h, s};
     to.shared.down = {wide(take_if(in, has_shared_, "s_down", {s, h})), s, h};
-    to.shared_scale = static_cast<const float*>(
-        in.take_optional("s_scale", {tokens_}, {xffi::DataType::F32}));
+    to.shared_scale =
+        static_cast<const float*>(in.take_optional("s_scale", {tokens_}, {xffi::DataType::F32}));
   }
 
   // Null if absent, though an array of shape [0] may well have an address.
@@ -273,8 +273,8 @@ class Decoder {
     }
     const auto dims = in.peek().dimensions();
     const int64_t rows = dims.size() == 2 ? dims[0] : -1;
-    inputs().saved = static_cast<float*>(
-        in.take("saved", {rows, 2 * intermediate_}, {xffi::DataType::F32}));
+    inputs().saved =
+        static_cast<float*>(in.take("saved", {rows, 2 * intermediate_}, {xffi::DataType::F32}));
     return rows;
   }
 
@@ -298,8 +298,8 @@ class Decoder {
       *dtype = out.peek().element_type() == xffi::DataType::F32 ? xffi::DataType::F32 : dtype_;
     };
     to.dx = {out.take("dx", {tokens_, hidden_}, {dtype_}), engine_dtype_};
-    to.d_weights = static_cast<float*>(
-        out.take("d_expert_weights", {tokens_, top_k_}, {xffi::DataType::F32}));
+    to.d_weights =
+        static_cast<float*>(out.take("d_expert_weights", {tokens_, top_k_}, {xffi::DataType::F32}));
     const int64_t e = local_experts_, h = hidden_, i = intermediate_, s = shared_intermediate_;
     const auto array = [&](bool present, const char* name, std::initializer_list<int64_t> dims,
                            xffi::DataType dtype) {
@@ -337,7 +337,8 @@ class Decoder {
     if (inputs().saved != nullptr || saved_rows != 0) {
       if (saved_rows < kRowsStep || saved_rows > kMostInt32 || saved_rows % kRowsStep != 0 ||
           (s.macrobatch_rows != 0 && s.macrobatch_rows != saved_rows))
-        fail("saved has " + std::to_string(saved_rows) + " rows, expected macrobatch_rows, which is " +
+        fail("saved has " + std::to_string(saved_rows) +
+             " rows, expected macrobatch_rows, which is " +
              (s.macrobatch_rows != 0 ? std::to_string(s.macrobatch_rows)
                                      : "a positive multiple of " + std::to_string(kRowsStep)));
       s.macrobatch_rows = saved_rows;

@@ -1,5 +1,5 @@
 // What the extension module needs of the CPU side: the XLA FFI handlers, the type of their state,
-// counters and settings.
+// and counters.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +24,5 @@ XLA_FFI_TypeInfo* meeting_type_info();
 // Calls so far, one for each device.
 int64_t forward_calls();
 int64_t backward_calls();
-
-// How long the devices of a meeting wait for each other before all fail; 0 = for ever. At first:
-// JAX_MOK_TIMEOUT_SECONDS if set, else 600.
-void set_meeting_timeout(double seconds);
 
 }  // namespace jax_mok::ffi

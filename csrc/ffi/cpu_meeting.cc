@@ -2,7 +2,6 @@
 #include "ffi/cpu_meeting.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -11,7 +10,6 @@
 #include <utility>
 
 #include "cpu/growing_pool.h"
-#include "ffi/cpu_handlers.h"
 
 namespace jax_mok::ffi {
 
@@ -22,15 +20,15 @@ xffi::TypeId MeetingPlace::id = {};
 
 namespace {
 
-double initial_timeout() {
-  const char* wanted = std::getenv("JAX_MOK_TIMEOUT_SECONDS");
-  char* end = nullptr;
-  const double seconds = wanted != nullptr ? std::strtod(wanted, &end) : 0.0;
-  return wanted != nullptr && end != wanted && seconds >= 0.0 ? seconds : 600.0;
-}
-
-std::atomic<double>& timeout() {
-  static std::atomic<double> seconds{initial_timeout()};
+// How long the devices of a meeting wait for each other before all fail; 0 = for ever. They run one
+// program in one process, so they are apart by what one computes, never by a compilation.
+double timeout_seconds() {
+  static const double seconds = [] {
+    const char* wanted = std::getenv("JAX_MOK_TIMEOUT_SECONDS");
+    char* end = nullptr;
+    const double value = wanted != nullptr ? std::strtod(wanted, &end) : 0.0;
+    return wanted != nullptr && end != wanted && value >= 0.0 ? value : 600.0;
+  }();
   return seconds;
 }
 
@@ -65,8 +63,6 @@ std::optional<xffi::Error> compute(const std::vector<std::optional<Arrival>>& me
 }
 
 }  // namespace
-
-void set_meeting_timeout(double seconds) { timeout() = seconds > 0.0 ? seconds : 0.0; }
 
 xffi::Future failed(xffi::Error error) {
   xffi::Promise promise;
@@ -136,7 +132,7 @@ class Meeting {
 
  private:
   struct Group {
-    std::vector<std::optional<Arrival>> members;               // by rank
+    std::vector<std::optional<Arrival>> members;              // by rank
     std::vector<std::pair<int32_t, xffi::Promise>> promises;  // with their device
     bool faulty = false, computing = false;
   };
@@ -192,7 +188,7 @@ namespace {
 class Watch {
  public:
   void add(const std::shared_ptr<Meeting>& meeting) {
-    const double seconds = timeout();
+    const double seconds = timeout_seconds();
     if (seconds <= 0.0) return;
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                              std::chrono::duration<double>(std::min(seconds, 1e8)));
