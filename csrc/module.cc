@@ -53,6 +53,11 @@ void load_blas(const std::string& path) {
 NB_MODULE(_core, m) {
   m.doc() = "Native part of jax_mok: XLA FFI handlers and the routing plan.";
   m.attr("built_with_jaxlib") = JAX_MOK_JAXLIB_VERSION;
+#ifdef JAX_MOK_NO_CUDA
+  m.attr("why_no_cuda") = JAX_MOK_NO_CUDA;  // there is no jax_mok._cuda_core
+#else
+  m.attr("why_no_cuda") = "";
+#endif
   m.def("cpu_handlers", &cpu_handlers, "XLA FFI handlers for the host platform, by target name");
   m.def("meeting_type", &meeting_type, "Type of the state that the CPU handlers keep");
   m.def("load_blas", &load_blas, nb::arg("path"), "Loads OpenBLAS; RuntimeError if it cannot");

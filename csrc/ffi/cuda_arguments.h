@@ -1,0 +1,29 @@
+// Decodes and checks what XLA hands to a CUDA handler: attributes, operands and results by name.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda/forward.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_mok::ffi {
+
+// What the attributes say: all that Prepare and Initialize know.
+struct CudaCall {
+  cuda::ForwardFacts facts;
+  cuda::TestHooks hooks;
+  // Every group of ranks of the mesh, each as flattened ids (XLA's numbers of the program's
+  // devices) in the order of their ranks. Empty where a call has no peers.
+  std::vector<std::vector<int64_t>> groups;
+
+  bool has_peers() const { return facts.num_ranks != facts.num_virtual_ranks; }
+};
+
+// Both name what is wrong, what was given and what is expected. Everything that they look at is the
+// same on all ranks, so that none fails alone.
+xla::ffi::ErrorOr<CudaCall> decode_call(xla::ffi::Dictionary attributes);
+xla::ffi::Error decode_buffers(const CudaCall& call, int num_sms, xla::ffi::RemainingArgs operands,
+                               xla::ffi::RemainingRets results, cuda::ForwardBuffers* buffers);
+
+}  // namespace jax_mok::ffi

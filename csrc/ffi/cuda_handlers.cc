@@ -1,0 +1,188 @@
+// The CUDA handlers: decode, check, launch; no arithmetic here.
+//
+// Prepare asks XLA for the communicator of the ranks and loads every kernel, Initialize makes the
+// peer heap, Execute launches. Execute never allocates, synchronises or loads anything: a peer's
+// kernel may be waiting for ours by then, and the driver for the peer's.
+#include "ffi/cuda_handlers.h"
+
+#include <exception>
+#include <optional>
+#include <string>
+
+#include "cuda/peer_memory.h"
+#include "ffi/cuda_arguments.h"
+#include "xla/ffi/api/collectives_api.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_mok::ffi {
+
+namespace xffi = xla::ffi;
+
+namespace {
+
+struct Communicators : xffi::internal::CommunicatorContextBase<xffi::internal::ErrorPolicy> {
+  using CommunicatorContextBase::CommunicatorContextBase;
+};
+
+// Context: XLA's communicators, where the runtime offers them.
+struct MaybeCommunicators {};
+
+}  // namespace
+}  // namespace jax_mok::ffi
+
+namespace xla::ffi {
+
+// XLA's own decoding of an extension wants the very minor version it was compiled with, and fails
+// where there is none, also for calls that have no peers.
+template <>
+struct CtxDecoding<jax_mok::ffi::MaybeCommunicators> {
+  using Type = std::optional<jax_mok::ffi::Communicators>;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_InvokeContext* context,
+                                    DiagnosticEngine&) {
+    XLA_FFI_InvokeContext_FindExtension_Args args = {};
+    args.struct_size = XLA_FFI_InvokeContext_FindExtension_Args_STRUCT_SIZE;
+    args.ctx = context;
+    args.extension_type = XLA_FFI_Extension_Collectives;
+    if (XLA_FFI_Error* error = api->XLA_FFI_InvokeContext_FindExtension(&args)) {
+      internal::DestroyError(api, error);
+      return Type();
+    }
+    if (args.extension == nullptr ||
+        args.extension->id.major_version != XLA_FFI_Extension_Collectives_MajorVersion ||
+        args.extension->id.minor_version < XLA_FFI_Extension_Collectives_MinorVersion)
+      return Type();
+    return Type(jax_mok::ffi::Communicators(
+        api, reinterpret_cast<const XLA_FFI_Collectives_Extension*>(args.extension)));
+  }
+};
+
+}  // namespace xla::ffi
+
+namespace jax_mok::ffi {
+namespace {
+
+constexpr int64_t kCommunicationId = 0;
+
+xffi::Error failed(const std::string& text) {
+  return xffi::Error(xffi::ErrorCode::kFailedPrecondition, "jax_mok: " + text);
+}
+
+xffi::Error no_communicators() {
+  return failed(
+      "this XLA offers no communicator to custom calls: several GPUs need jax 0.11.2 or newer, "
+      "with the plugin that jax[cuda13] installs");
+}
+
+xffi::Error load_kernels() {
+  const cudaError_t e = cuda::prepare_module();
+  if (e == cudaSuccess) return xffi::Error::Success();
+  cudaGetLastError();
+  return failed(std::string("the kernels cannot run on this GPU, they are for Hopper (compute "
+                            "capability 9.0): ") +
+                cudaGetErrorString(e));
+}
+
+// The heap's need, its communicator included.
+xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall& call,
+                                        std::optional<Communicators>& communicators) {
+  cuda::HeapNeed need;
+  need.num_ranks = call.facts.num_ranks;
+  need.num_virtual_ranks = call.facts.num_virtual_ranks;
+  need.bytes = cuda::heap_bytes(call.facts);
+  if (!call.has_peers()) return need;
+  if (!communicators) return xffi::Unexpected(no_communicators());
+  const auto comm =
+      communicators->GetCommunicator(xffi::GroupMode::kFlattenedId, call.groups, kCommunicationId);
+  if (comm.has_error()) return xffi::Unexpected(comm.error());
+  need.comm = reinterpret_cast<cuda::NcclComm*>(comm.value());
+  return need;
+}
+
+xffi::Error prepare(std::optional<Communicators> communicators, xffi::Dictionary attributes) {
+  const auto call = decode_call(attributes);
+  if (call.has_error()) return call.error();
+  if (xffi::Error error = load_kernels(); error.failure()) return error;
+  if (!call->has_peers()) return xffi::Error::Success();
+  if (!communicators) return no_communicators();
+  return communicators->RequestCommunicator(xffi::GroupMode::kFlattenedId, call->groups,
+                                            kCommunicationId);
+}
+
+xffi::Error initialize(std::optional<Communicators> communicators, xffi::Dictionary attributes) {
+  const auto call = decode_call(attributes);
+  if (call.has_error()) return call.error();
+  // Once more, in case XLA prepares a program on one device for all of them.
+  if (xffi::Error error = load_kernels(); error.failure()) return error;
+  const auto need = heap_need(*call, communicators);
+  if (need.has_error()) return need.error();
+  const cuda::PeerHeap* heap = nullptr;
+  const std::string problem = cuda::make_heap(*need, &heap);
+  return problem.empty() ? xffi::Error::Success() : failed(problem);
+}
+
+xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicators,
+                    xffi::RemainingArgs operands, xffi::RemainingRets results,
+                    xffi::Dictionary attributes) {
+  const auto call = decode_call(attributes);
+  if (call.has_error()) return call.error();
+  const auto need = heap_need(*call, communicators);
+  if (need.has_error()) return need.error();
+  const cuda::PeerHeap* heap = nullptr;
+  if (std::string problem = cuda::find_heap(*need, &heap); !problem.empty()) return failed(problem);
+
+  int num_sms = 0;
+  cudaError_t e = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, heap->device);
+  if (e != cudaSuccess) return failed(cudaGetErrorString(e));
+  cuda::ForwardBuffers buffers;
+  if (xffi::Error error = decode_buffers(*call, num_sms, operands, results, &buffers);
+      error.failure())
+    return error;
+  for (int r = 0; r < call->facts.num_ranks; ++r) buffers.heaps[r] = heap->addresses[r];
+  buffers.status = heap->status;
+  e = cuda::launch_forward(call->facts, heap->rank, buffers, stream, call->hooks);
+  if (e == cudaSuccess) return xffi::Error::Success();
+  cudaGetLastError();
+  return failed(std::string("the launch failed: ") + cudaGetErrorString(e));
+}
+
+// No exception may reach XLA, which is built without them.
+template <typename F>
+xffi::Error guarded(F&& body) {
+  try {
+    return body();
+  } catch (const std::exception& e) {
+    return xffi::Error::Internal(std::string("jax_mok: ") + e.what());
+  }
+}
+
+auto prepare_guarded = [](std::optional<Communicators> c, xffi::Dictionary a) {
+  return guarded([&] { return prepare(c, a); });
+};
+auto initialize_guarded = [](std::optional<Communicators> c, xffi::Dictionary a) {
+  return guarded([&] { return initialize(c, a); });
+};
+auto execute_guarded = [](cudaStream_t s, std::optional<Communicators> c, xffi::RemainingArgs in,
+                          xffi::RemainingRets out, xffi::Dictionary a) {
+  return guarded([&] { return execute(s, c, in, out, a); });
+};
+
+}  // namespace
+}  // namespace jax_mok::ffi
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxMokForwardCudaPrepare, jax_mok::ffi::prepare_guarded,
+    xla::ffi::Ffi::BindPrepare().Ctx<jax_mok::ffi::MaybeCommunicators>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxMokForwardCudaInitialize, jax_mok::ffi::initialize_guarded,
+    xla::ffi::Ffi::BindInitialize().Ctx<jax_mok::ffi::MaybeCommunicators>().Attrs());
+// Everything that changes between calls (epochs, counters) lives on the device, so a captured call
+// can be replayed without asking us.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCuda, jax_mok::ffi::execute_guarded,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<jax_mok::ffi::MaybeCommunicators>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,168 @@
+// The Python module jax_mok._cuda_core: the CUDA handlers as capsules, sizes of a call, the state
+// of peer memory, and facts about this machine's GPUs. Importing it needs no GPU, driver or NCCL;
+// whoever asks about GPUs starts the driver.
+#include <cuda_runtime_api.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/nccl_library.h"
+#include "cuda/peer_memory.h"
+#include "ffi/cuda_facts.h"
+#include "ffi/cuda_handlers.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using namespace jax_mok;
+
+template <typename T>
+nb::capsule capsule(T* pointer) {
+  return nb::capsule(reinterpret_cast<void*>(pointer));
+}
+
+nb::dict handlers() {
+  nb::dict stages;
+  stages["prepare"] = capsule(JaxMokForwardCudaPrepare);
+  stages["initialize"] = capsule(JaxMokForwardCudaInitialize);
+  stages["execute"] = capsule(JaxMokForwardCuda);
+  nb::dict result;
+  result["jax_mok_forward_cuda"] = stages;
+  return result;
+}
+
+struct DictSource {
+  const nb::dict& dict;
+  int64_t integer(const char* name) const { return nb::cast<int64_t>(nb::int_(dict[name])); }
+  double real(const char* name) const { return nb::cast<double>(nb::float_(dict[name])); }
+};
+
+cuda::ForwardFacts facts(const nb::dict& dict) { return ffi::read_facts(DictSource{dict}); }
+
+void require(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  require(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+int num_devices() {
+  int count = 0;
+  require(cudaGetDeviceCount(&count));
+  return count;
+}
+
+std::vector<nb::dict> devices() {
+  std::vector<nb::dict> result;
+  const int count = num_devices();
+  for (int d = 0; d < count; ++d) {
+    cudaDeviceProp properties;
+    require(cudaGetDeviceProperties(&properties, d));
+    std::vector<int> peers;
+    for (int other = 0; other < count; ++other) {
+      int can = 0;
+      if (other != d) require(cudaDeviceCanAccessPeer(&can, d, other));
+      if (can != 0) peers.push_back(other);
+    }
+    nb::dict device;
+    device["name"] = std::string(properties.name);
+    device["compute_capability"] = nb::make_tuple(properties.major, properties.minor);
+    device["multiprocessors"] = properties.multiProcessorCount;
+    device["memory_bytes"] = properties.totalGlobalMem;
+    device["cooperative_launch"] = attribute(cudaDevAttrCooperativeLaunch, d) != 0;
+    device["peers"] = peers;
+    result.push_back(device);
+  }
+  return result;
+}
+
+// Of this one device, without touching the others.
+nb::dict device_limits(int device) {
+  nb::dict result;
+  result["compute_capability"] =
+      nb::make_tuple(attribute(cudaDevAttrComputeCapabilityMajor, device),
+                     attribute(cudaDevAttrComputeCapabilityMinor, device));
+  result["multiprocessors"] = attribute(cudaDevAttrMultiProcessorCount, device);
+  return result;
+}
+
+bool can_access_peer(int device, int peer) {
+  int can = 0;
+  require(cudaDeviceCanAccessPeer(&can, device, peer));
+  return can != 0;
+}
+
+nb::dict versions() {
+  const cuda::NcclLibrary& nccl = cuda::nccl_library();
+  int driver = 0;
+  cudaDriverGetVersion(&driver);  // 0 without a driver
+  nb::dict result;
+  result["cuda_built_with"] = CUDART_VERSION;
+  result["cuda_driver"] = driver;
+  result["nccl"] = nccl.version == 0 ? std::string() : cuda::nccl_version_name(nccl.version);
+  result["nccl_problem"] = nccl.problem;
+  return result;
+}
+
+std::vector<nb::dict> heaps() {
+  std::vector<nb::dict> result;
+  for (const cuda::PeerHeap& heap : cuda::all_heaps()) {
+    nb::dict entry;
+    entry["device"] = heap.device;
+    entry["rank"] = heap.rank;
+    entry["num_ranks"] = heap.num_ranks;
+    entry["bytes"] = heap.bytes * heap.num_virtual_ranks;
+    entry["used_bytes"] = heap.used * heap.num_virtual_ranks;
+    entry["calls"] = cuda::num_calls(heap);
+    result.push_back(entry);
+  }
+  return result;
+}
+
+std::vector<nb::dict> take_faults() {
+  std::vector<nb::dict> result;
+  for (const cuda::Status& s : cuda::take_faults()) {
+    nb::dict fault;
+    fault["code"] = s.code;
+    fault["rank"] = s.rank;
+    fault["phase"] = s.phase;
+    fault["tile"] = s.tile;
+    fault["counter"] = s.counter;
+    fault["value"] = s.value;
+    fault["target"] = s.target;
+    fault["call"] = s.call;
+    result.push_back(fault);
+  }
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_cuda_core, m) {
+  m.doc() = "CUDA part of jax_mok: XLA FFI handlers, peer memory, facts about GPUs.";
+  m.attr("max_ranks") = cuda::kMaxRanks;
+  m.attr("max_top_k") = cuda::kMaxTopK;
+  m.def("handlers", &handlers, "XLA FFI handlers for the CUDA platform, by target name");
+  m.def(
+      "check", [](const nb::dict& f) { return cuda::check(facts(f)); }, nb::arg("facts"),
+      "Empty, or why a call with these facts cannot run");
+  m.def(
+      "workspace_bytes",
+      [](const nb::dict& f, int num_sms) { return cuda::workspace_bytes(facts(f), num_sms); },
+      nb::arg("facts"), nb::arg("num_sms"));
+  m.def(
+      "heap_bytes", [](const nb::dict& f) { return cuda::heap_bytes(facts(f)); }, nb::arg("facts"));
+  m.def("devices", &devices, "All GPUs that CUDA sees; RuntimeError without a driver");
+  m.def("device_limits", &device_limits, nb::arg("device"));
+  m.def("can_access_peer", &can_access_peer, nb::arg("device"), nb::arg("peer"));
+  m.def("versions", &versions);
+  m.def("heaps", &heaps, "Peer memory of this process");
+  m.def("take_faults", &take_faults, "Faults since the last call of this; clears them");
+}
