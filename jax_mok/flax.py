@@ -167,9 +167,8 @@ class MoE(nnx.Module):
         for name, parameter in parameters.items():
             value = parameter.init(rngs.params(), parameter.shape, param_dtype)
             setattr(self, name, nnx.Param(value, **_metadata(parameter, mesh)))
-        self.selection_bias = None
-        if selection_bias:
-            self.selection_bias = RouterState(jnp.zeros(num_experts, jnp.float32))
+        bias = RouterState(jnp.zeros(num_experts, jnp.float32)) if selection_bias else None
+        self.selection_bias = bias
 
     def __call__(
         self, x: jax.Array, *, token_mask: jax.Array | None = None, update_bias: bool = False

@@ -6,6 +6,7 @@ it partitions along the tokens under `jit` and works under `vmap`, `grad` and `s
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -122,6 +123,40 @@ def route(
     top_k, group_shape = _check(
         logits, top_k, scoring, selection_bias, num_groups, top_k_groups, token_mask
     )
+    return _route(
+        logits,
+        selection_bias,
+        token_mask,
+        top_k=top_k,
+        scoring=scoring,
+        normalize=bool(normalize),
+        group_shape=group_shape,
+        top_k_groups=None if group_shape is None else operator.index(top_k_groups),
+        scale=scale,
+        axis_name=tuple(axis_name) if isinstance(axis_name, list) else axis_name,
+    )
+
+
+# One compilation where `route` is called outside of jit; inlined where it is called inside.
+@functools.partial(
+    jax.jit,
+    static_argnames=("top_k", "scoring", "normalize", "group_shape", "top_k_groups", "axis_name"),
+    inline=True,
+)
+def _route(
+    logits,
+    selection_bias,
+    token_mask,
+    *,
+    top_k,
+    scoring,
+    normalize,
+    group_shape,
+    top_k_groups,
+    scale,
+    axis_name,
+) -> Routing:
+    """`route` with checked arguments; `group_shape` is (groups, experts per group) or None."""
     num_experts = logits.shape[-1]
     logits = logits.astype(jnp.float32)
 
@@ -130,7 +165,7 @@ def route(
     undefined = jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
     token_ok = ~undefined & jnp.any(logits > -jnp.inf, axis=-1)
     if token_mask is not None:
-        token_ok &= jnp.asarray(token_mask)
+        token_ok &= token_mask
     usable = token_ok[..., None] & (logits > -jnp.inf)
     logits = jnp.where(usable, logits, 0.0)
 
@@ -154,8 +189,7 @@ def route(
         weights = _masked_softmax(_pick(chosen, log_scores), slot_ok)
     else:
         weights = jnp.where(slot_ok, _pick(chosen, scores), 0.0)
-    if scale != 1.0:
-        weights = weights * jnp.float32(scale)
+    weights = weights * jnp.asarray(scale, jnp.float32)
 
     tokens = tuple(range(logits.ndim - 1))
     totals = dict(
