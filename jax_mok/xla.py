@@ -21,11 +21,13 @@ def moe(
     manual_axes: tuple[str, ...],
     num_experts: int,
     platform: str,
+    ragged_dot=jax.lax.ragged_dot,
 ) -> jax.Array:
     """y [T, H] of one rank; arguments are local, as for `jax_mok._fused.fused`.
 
     Every rank of the expert group gets all tokens of the group, computes what its experts add to
-    each of them, and the sums are scattered back.
+    each of them, and the sums are scattered back. `ragged_dot`: another function with the meaning of
+    JAX's, to compare them.
     """
     bad = _bad_ids(ids, num_experts)
     x, all_ids, weights = ops.x, ids, ops.expert_weights
@@ -35,7 +37,7 @@ def moe(
         gather = lambda a: jax.lax.all_gather(a, expert_axes, axis=0, tiled=True)
         x, all_ids, weights = gather(x), gather(all_ids), gather(weights)
         first = jax.lax.axis_index(expert_axes) * num_local
-    y = _experts(x, all_ids - first, weights, ops, activation)
+    y = _experts(x, all_ids - first, weights, ops, activation, ragged_dot)
     if expert_axes:
         y = jax.lax.psum_scatter(y, expert_axes, scatter_dimension=0, tiled=True)
     if ops.shared is not None:
@@ -47,7 +49,7 @@ def _dot(a, b):
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
-def _experts(x, local_ids, weights, ops: Operands, activation: Activation) -> jax.Array:
+def _experts(x, local_ids, weights, ops: Operands, activation: Activation, ragged_dot):
     """Σ over the slots that chose one of my experts; float32 [N, H] for the N gathered tokens."""
     num_tokens, top_k = local_ids.shape
     num_local = ops.w_gate.shape[0]
@@ -62,7 +64,7 @@ def _experts(x, local_ids, weights, ops: Operands, activation: Activation) -> ja
     group_sizes = jnp.zeros(num_local + 1, jnp.int32).at[key].add(1)[:num_local]
 
     def ragged(rows, w):
-        return jax.lax.ragged_dot(
+        return ragged_dot(
             rows, w.astype(rows.dtype), group_sizes, preferred_element_type=jnp.float32
         )
 

@@ -1,6 +1,13 @@
 """Settings of all tests: eight virtual CPU devices, and which machines run which tests."""
 
 import os
+import pathlib
+import sys
+
+# `python -m pytest` puts the source tree first, where the native module is not: test what is
+# installed.
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != _ROOT]
 
 # Before JAX is imported. A device machine that asks for another platform keeps it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,5 +1,7 @@
 """Values and all gradients of `moe` against the readable definition."""
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -30,13 +32,19 @@ OPTIONS = {
 }
 
 
+@functools.cache
+def case_and_reference(option):
+    case = cases.make(**OPTIONS[option])
+    return case, case.reference()
+
+
 @pytest.mark.parametrize("ranks", [1, 4, 8])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_values_and_gradients(option, ranks, implementation):
-    case = cases.make(**OPTIONS[option])
+    case, want = case_and_reference(option)
     mesh = cases.mesh((ranks,), ("expert",), permute=ranks == 4)
     result = case.value_and_grads(mesh=mesh, implementation=implementation)
-    cases.assert_close(result, case.reference(), EXACT)
+    cases.assert_close(result, want, EXACT)
 
 
 def test_no_mesh(implementation):

@@ -1,0 +1,66 @@
+"""How times are taken: candidates in turns, their order reversed from round to round, medians."""
+
+import dataclasses
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass
+class Measurement:
+    """Milliseconds per call of each round."""
+
+    rounds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        return min(self.rounds), max(self.rounds)
+
+
+def wait(result) -> None:
+    """Until the work behind `result` is done: JAX arrays, or a torch tensor."""
+    if type(result).__module__.startswith("torch"):
+        import torch
+
+        torch.cuda.synchronize()
+    else:
+        jax.block_until_ready(result)
+
+
+def in_turns(runs: dict, arguments, *, rounds: int, seconds: float) -> dict[str, Measurement]:
+    """Times every run in `rounds` rounds of about `seconds` each.
+
+    A call is first timed by itself; a round then starts as many as fit and waits for the last, so
+    that dispatch overlaps as it does in a training step.
+    """
+    calls = {}
+    for name, run in runs.items():
+        wait(run(*arguments))
+        start = time.perf_counter()
+        wait(run(*arguments))
+        calls[name] = max(1, min(200, int(seconds / (time.perf_counter() - start))))
+    measured: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds):
+        order = list(runs) if index % 2 == 0 else list(reversed(runs))
+        for name in order:
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                result = runs[name](*arguments)
+            wait(result)
+            measured[name].append((time.perf_counter() - start) / calls[name] * 1e3)
+    return {name: Measurement(values) for name, values in measured.items()}
+
+
+def matmul_ceiling(dtype, *, seconds: float = 0.5) -> float:
+    """TFLOP/s of a large square matrix product on random data, on the first device."""
+    size = 8192 if jax.default_backend() != "cpu" else 1536
+    a = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b))
+    times = in_turns({"matmul": product}, (a, a), rounds=3, seconds=seconds)
+    return 2 * size**3 / times["matmul"].median / 1e9
