@@ -26,8 +26,8 @@ def moe(
     """y [T, H] of one rank; arguments are local, as for `jax_mok._fused.fused`.
 
     Every rank of the expert group gets all tokens of the group, computes what its experts add to
-    each of them, and the sums are scattered back. `ragged_dot`: another function with the meaning of
-    JAX's, to compare them.
+    each of them, and the sums are scattered back. `ragged_dot`: another function that means what
+    JAX's does, to compare them.
     """
     bad = _bad_ids(ids, num_experts)
     x, all_ids, weights = ops.x, ids, ops.expert_weights
