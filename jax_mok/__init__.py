@@ -13,7 +13,15 @@ from jax_mok.errors import MokError
 from jax_mok.ffi import disabled_safety_checks, register
 from jax_mok.moe import moe
 from jax_mok.routing import Routing, route, update_selection_bias
-from jax_mok.runtime import build_info, call_counts, implementation_used, set_num_threads
+from jax_mok.runtime import (
+    build_info,
+    call_counts,
+    check_status,
+    implementation_used,
+    peer_memory,
+    set_num_threads,
+    synchronize,
+)
 
 __version__ = "0.1.0"
 
@@ -27,12 +35,15 @@ __all__ = [
     "Swiglu",
     "build_info",
     "call_counts",
+    "check_status",
     "disabled_safety_checks",
     "implementation_used",
     "moe",
+    "peer_memory",
     "register",
     "route",
     "set_num_threads",
     "shapes",
+    "synchronize",
     "update_selection_bias",
 ]

@@ -20,6 +20,7 @@ from jax_mok.config import Activation
 FORWARD = "jax_mok_forward"
 BACKWARD = "jax_mok_backward"
 CHECK = "jax_mok_check"
+FORWARD_CUDA = "jax_mok_forward_cuda"
 
 _register_lock = threading.Lock()
 
@@ -37,7 +38,14 @@ def register() -> None:
 
 @functools.cache
 def _register_once() -> None:
+    from jax_mok import _cuda  # it builds on this file
+
+    _cuda.register()
     jax.devices()
+    try:
+        jax.devices("cpu")
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return
     _core.load_blas(_openblas_path())
     state = _core.meeting_type()
     jax.ffi.register_ffi_type("jax_mok_meeting", state, platform="cpu")
@@ -63,7 +71,10 @@ def disabled_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
     JAX refuses to export custom calls whose stability it cannot vouch for; ours are stable within
     a minor version of jax_mok.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(n) for n in (FORWARD, BACKWARD, CHECK)]
+    return [
+        jax.export.DisabledSafetyCheck.custom_call(n)
+        for n in (FORWARD, BACKWARD, CHECK, FORWARD_CUDA)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok import _fused, _topology, ffi, runtime, xla
+from jax_mok import _cuda, _fused, _topology, ffi, runtime, xla
 from jax_mok.config import Activation, Config, SharedExpert, resolve_activation
 from jax_mok.ffi import CallSpec, Operands
 
@@ -78,7 +78,8 @@ def moe(
     Raises:
       ValueError, TypeError: an argument that does not fit, at trace time.
       jax.errors.JaxRuntimeError: an id out of range or repeated within a token, when it runs, on
-        every rank. Where XLA's implementation runs elsewhere than on a CPU, y is NaN instead.
+        every rank of a CPU. On a GPU y is NaN instead, and `jax_mok.synchronize` raises `MokError`
+        where the fused implementation ran.
 
     Example:
       >>> routing = jax_mok.route(x @ w_router, top_k=2)
@@ -93,7 +94,9 @@ def moe(
     inside = bool(topology.expert_axes) and topology.expert_axes[0] in topology.manual_axes
     num_experts = _check(ids, ops, topology, local=inside)
     _check_weight_grads(config, ops)
-    chosen, reason = runtime.choose(implementation, topology)
+    chosen, reason = runtime.choose(implementation, topology, ops.x.dtype, ids.shape[-1])
+    if ops.x.size == 0:
+        return ops.x * 0  # nobody has a token, on any rank: nothing to run
     logger.info("jax_mok.moe: implementation %s (%s)", chosen, reason)
     ffi.register()
 
@@ -360,6 +363,15 @@ def _local(ids, ops: Operands, *, topology, implementation, activation, config, 
             manual_axes=topology.all_axes,
             num_experts=num_experts,
             platform=topology.platform,
+        )
+    elif _cuda.handles(topology):
+        y = _cuda.moe(
+            ids,
+            ops,
+            topology=topology,
+            activation=activation,
+            config=config,
+            num_experts=num_experts,
         )
     else:
         spec = _call_spec(ids, ops, topology, activation, config, num_experts)

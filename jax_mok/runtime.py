@@ -1,28 +1,43 @@
-"""What runs, and how often: the choice of implementation, counters, the CPU engine's threads."""
+"""What runs, how often, and whether it went well: the choice of implementation, counters, the CPU
+engine's threads, failures on GPUs.
+"""
 
 import logging
 from typing import Any
 
 import jax
 
-from jax_mok import _core, _topology
+from jax_mok import _core, _cuda, _topology
 
 logger = logging.getLogger("jax_mok")
 
 IMPLEMENTATIONS = ("fused", "xla")
 
 # Platforms for which this build has a fused implementation.
-FUSED_PLATFORMS = ("cpu",)
+FUSED_PLATFORMS = ("cpu",) if _cuda.core is None else ("cpu", "gpu")
 
 
-def choose(implementation: str | None, topology: _topology.Topology) -> tuple[str, str]:
-    """(implementation, reason) for a call on `topology`; raises where the wish cannot be met."""
+def choose(
+    implementation: str | None,
+    topology: _topology.Topology,
+    dtype: Any = None,
+    top_k: int | None = None,
+) -> tuple[str, str]:
+    """(implementation, reason) for a call on `topology`; raises where the wish cannot be met.
+
+    `dtype` of x and `top_k`: None = not known, then they do not count.
+    """
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f'implementation must be None, "fused" or "xla", got {implementation!r}.')
     if implementation == "xla":
         return "xla", "asked for"
     platform = topology.platform
-    if platform not in FUSED_PLATFORMS:
+    if _cuda.handles(topology):
+        why = _cuda.why_not(topology, dtype=dtype, top_k=top_k)
+        if not why:
+            can = "asked for" if implementation else "the GPUs can run it"
+            return "fused", f"{can}; {_cuda.GRADIENT_NOTE}"
+    elif platform not in FUSED_PLATFORMS:
         why = f"there is no fused implementation for platform {platform!r} in this build"
     elif topology.experts_in_one_process() is False:
         why = "the ranks of the expert axis lie in several processes"
@@ -47,13 +62,47 @@ def implementation_used(
     """The implementation that `moe` takes for a call in this place: "fused" or "xla".
 
     Args:
-      *arrays: arguments of the call; they matter where neither `mesh` nor a surrounding mesh
-        context says on which devices it runs.
+      *arrays: arguments of the call, in its order; they matter where neither `mesh` nor a
+        surrounding mesh context says on which devices it runs, and on GPUs, whose kernels take x in
+        bfloat16 only.
       mesh, expert_axis, implementation: as for `moe`.
 
-    `moe` also logs what it picks, and why, at level INFO of the logger "jax_mok", once a trace.
+    `moe` also logs what it picks, and why, at level INFO of the logger "jax_mok", once a trace. On
+    GPUs "fused" is the forward; gradients are those of the plain-JAX implementation for now.
     """
-    return choose(implementation, _topology.find(mesh, expert_axis, arrays))[0]
+    dtype = arrays[0].dtype if arrays else None
+    top_k = arrays[1].shape[-1] if len(arrays) > 1 else None
+    return choose(implementation, _topology.find(mesh, expert_axis, arrays), dtype, top_k)[0]
+
+
+def check_status() -> None:
+    """Raises `MokError` if a call on a GPU of this process has failed since this was last asked.
+
+    It looks at calls that have finished and waits for none: see `synchronize`. Such a call made its
+    output NaN; the calls after it work. The message names the rank, the phase, and what was waited
+    for, or the wrong expert id.
+    """
+    _cuda.check_status()
+
+
+def synchronize(tree: Any = None) -> Any:
+    """Waits for the arrays of `tree` as `jax.block_until_ready` does, then `check_status`.
+
+    Returns `tree`. Raises `MokError` if a call that it depends on (or another) failed on a GPU.
+    """
+    tree = jax.block_until_ready(tree)
+    check_status()
+    return tree
+
+
+def peer_memory() -> list[dict[str, int]]:
+    """Memory that GPUs of this process hold for their peers to read and write, outside XLA's pool.
+
+    One dict for each heap: {"device", "rank", "num_ranks", "bytes", "used_bytes", "calls"}. All
+    layers of a device and expert group share one. It is as large as the largest call needed; a
+    larger call makes a new one, and the old one stays for programs that have its address.
+    """
+    return _cuda.heaps()
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -73,7 +122,10 @@ def call_counts() -> dict[str, int]:
     {"forward": …, "backward": …}: to see, for instance, how often a remat policy repeats a layer.
     Wait for the results (`jax.block_until_ready`) before you read it.
     """
-    return {"forward": _core.forward_calls(), "backward": _core.backward_calls()}
+    return {
+        "forward": _core.forward_calls() + _cuda.num_calls(),
+        "backward": _core.backward_calls(),
+    }
 
 
 def build_info() -> dict[str, Any]:
@@ -82,4 +134,5 @@ def build_info() -> dict[str, Any]:
         "jax": jax.__version__,
         "built_with_jaxlib": _core.built_with_jaxlib,
         "fused_platforms": list(FUSED_PLATFORMS),
+        "why_no_cuda": _cuda.WHY_NO_CUDA,
     }
