@@ -6,6 +6,7 @@ No Flax here. `flax.py` and `linen.py` add what differs: how each API creates an
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -111,25 +112,36 @@ class Settings:
         jax.eval_shape(lambda logits: self._route(logits, None, None, axis_name=None), logits)
 
     def parameters(
-        self, kernel: Initializer, router: Initializer, bias: Initializer
+        self, kernel: Initializer, router: Initializer, bias: Initializer, *, making: bool
     ) -> dict[str, Parameter]:
-        """The trained parameters by name, in the order in which they are made."""
+        """The trained parameters by name, in the order in which they are made.
+
+        Shapes are global, and those of one rank inside a `shard_map` over `expert_axis`, where
+        parameters can be used but not made.
+        """
+        ranks = _manual_ranks(self.expert_axis)
+        if making and ranks > 1:
+            raise ValueError(
+                f"MoE: expert_axis {self.expert_axis!r} is manual here: make the parameters "
+                "outside of shard_map, and pass them in sharded over it"
+            )
         names = self.partition_names
         expert, hidden, inner = (self.expert_axis, None, None) if names is None else names
-        e, h, i = self.num_experts, self.hidden_size, self.intermediate_size
+        h, i, e = self.hidden_size, self.intermediate_size, self.num_experts
+        held = e // ranks
         made = {"w_router": Parameter((h, e), (hidden, None), router)}
         if self.router_bias:
             made["b_router"] = Parameter((e,), (None,), bias)
         made |= {
-            "w_gate": Parameter((e, h, i), (expert, hidden, inner), _per_expert(kernel)),
-            "w_up": Parameter((e, h, i), (expert, hidden, inner), _per_expert(kernel)),
-            "w_down": Parameter((e, i, h), (expert, inner, hidden), _per_expert(kernel)),
+            "w_gate": Parameter((held, h, i), (expert, hidden, inner), _per_expert(kernel)),
+            "w_up": Parameter((held, h, i), (expert, hidden, inner), _per_expert(kernel)),
+            "w_down": Parameter((held, i, h), (expert, inner, hidden), _per_expert(kernel)),
         }
         if self.expert_bias:
             made |= {
-                "b_gate": Parameter((e, i), (expert, inner), bias),
-                "b_up": Parameter((e, i), (expert, inner), bias),
-                "b_down": Parameter((e, h), (expert, hidden), bias),
+                "b_gate": Parameter((held, i), (expert, inner), bias),
+                "b_up": Parameter((held, i), (expert, inner), bias),
+                "b_down": Parameter((held, h), (expert, hidden), bias),
             }
         if self.num_shared_experts:
             s = self.num_shared_experts * (self.shared_intermediate_size or i)
@@ -257,6 +269,13 @@ def router_loss(sown: Any, *, load_balance: float = 0.01, z: float = 0.001) -> j
         for value in sown_values(sown, name):
             total += coefficient * jnp.sum(value)
     return total
+
+
+def _manual_ranks(expert_axis: Any) -> int:
+    """Over how many ranks the experts are split where this is called: 1 outside of `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis or ())
+    return math.prod(mesh.shape[n] for n in names if n in mesh.manual_axes)
 
 
 def _per_expert(init: Initializer) -> Initializer:

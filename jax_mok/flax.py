@@ -162,7 +162,7 @@ class MoE(nnx.Module):
             config=config,
             implementation=implementation,
         )
-        parameters = self.settings.parameters(kernel_init, router_init, bias_init)
+        parameters = self.settings.parameters(kernel_init, router_init, bias_init, making=True)
         self.parameter_names = tuple(parameters)
         for name, parameter in parameters.items():
             value = parameter.init(rngs.params(), parameter.shape, param_dtype)

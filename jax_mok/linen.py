@@ -104,7 +104,12 @@ class MoE(nn.Module):
         fields = _layer.Settings.__dataclass_fields__
         settings = _layer.Settings(**{name: getattr(self, name) for name in fields})
         p = {}
-        parameters = settings.parameters(self.kernel_init, self.router_init, self.bias_init)
+        parameters = settings.parameters(
+            self.kernel_init,
+            self.router_init,
+            self.bias_init,
+            making=self.is_initializing(),
+        )
         for name, parameter in parameters.items():
             init = nn.with_partitioning(parameter.init, parameter.axes)
             boxed = self.param(name, init, parameter.shape, self.param_dtype, unbox=False)
