@@ -1,0 +1,43 @@
+"""Run by test_forward_jax.py in processes of their own: layers in a row, in a scan, and again with
+other weights in the same program; prints hashes of the results and how often the kernel ran.
+"""
+
+import hashlib
+import json
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(1, str(pathlib.Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax_layers import make
+
+import jax_mok
+from jax_mok import _cuda
+
+case = make(256, 512, 256, 16, 4)
+other = make(256, 512, 256, 16, 4, seed=1, routing="zipf")
+
+
+def chain(args, ids):
+    x, *rest = args
+    for i in range(4):
+        y = case.call((x, *rest), ids=jnp.roll(ids, i, 0), implementation="fused")
+        x = (x + 0.3 * y).astype(jnp.bfloat16)
+    step = lambda x, _: (x + 0.1 * case.call((x, *rest), ids=ids, implementation="fused"), None)
+    return jax.lax.scan(step, x, None, length=3)[0]
+
+
+hashes, captured = [], []
+for ranks in (1, 4):
+    with _cuda.testing(virtual_ranks=ranks):
+        program = jax.jit(chain).lower(case.args, case.ids).compile()
+        captured.append("command_buffer" in program.as_text())
+        for c in (case, other, case, case, other):  # the first runs warm up, later ones replay
+            y = jax_mok.synchronize(program(c.args, c.ids))
+            hashes.append(hashlib.sha256(np.asarray(y).tobytes()).hexdigest()[:16])
+calls = jax_mok.call_counts()["forward"]
+print(json.dumps({"hashes": hashes, "calls": calls, "captured": captured}))

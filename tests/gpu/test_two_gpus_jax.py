@@ -1,0 +1,242 @@
+"""The fused forward on two GPUs: in one process and in two, beside XLA's own collectives, with
+weights gathered next to it, with one rank late or missing.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_layers import ROUTINGS, TOLERANCE, make, run, want
+
+import jax_mok
+from jax_mok import _cuda
+
+pytestmark = pytest.mark.gpu2
+
+OTHER = "--xla_gpu_enable_latency_hiding_scheduler=true"
+
+
+def two_gpus(permuted=False) -> Mesh:
+    devices = np.array(jax.devices("gpu")[:2])
+    return Mesh(devices[::-1] if permuted else devices, ("expert",))
+
+
+@pytest.fixture(autouse=True)
+def can_run():
+    topology = jax_mok._topology.find(two_gpus(), "expert", ())
+    why = _cuda.why_not(topology)
+    if why:
+        pytest.skip(why)
+    jax_mok.check_status()
+    yield
+
+
+def placed(case, mesh):
+    put = lambda a: jax.device_put(a, NamedSharding(mesh, P("expert")))
+    return jax.tree.map(put, case.args), put(case.ids)
+
+
+def run_on(mesh, case, **options):
+    args, ids = placed(case, mesh)
+    y = jax.jit(lambda a, i: case.call(a, ids=i, implementation="fused", **options))(args, ids)
+    return np.asarray(jax_mok.synchronize(y))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_two_devices_as_one(routing):
+    """Right, and the bits of one GPU."""
+    case = make(1000, 512, 256, 32, 4, routing=routing, unused=0.05)
+    y = run_on(two_gpus(), case)
+    assert cases.relative_l2(y, want(case)) < TOLERANCE
+    cases.assert_same_bits(y, run(case))
+
+
+def test_permuted_mesh():
+    case = make(512, 256, 128, 16, 4, routing="zipf")
+    first = run(case)
+    for permuted in (False, True, False, True):
+        cases.assert_same_bits(run_on(two_gpus(permuted), case), first, f"permuted: {permuted}")
+
+
+def test_settings_give_the_same_bits():
+    case = make(2048, 1024, 384, 32, 8, routing="zipf")
+    first = run_on(two_gpus(), case)
+    for config in (
+        jax_mok.Config(fwd_num_comm_sms=12),
+        jax_mok.Config(minibatch_size=256, macrobatch_size=1024),
+    ):
+        cases.assert_same_bits(run_on(two_gpus(), case, config=config), first, str(config))
+
+
+def test_calls_that_do_not_depend_on_each_other():
+    case, mesh = make(256, 256, 128, 16, 4), two_gpus()
+    args, ids = placed(case, mesh)
+    call = lambda x: case.call((x, *args[1:]), ids=ids, implementation="fused")
+    many = jax.jit(lambda x: [call(x * (i + 1)) for i in range(12)])
+    one = jax.jit(call)
+    for _ in range(3):
+        for i, y in enumerate(jax_mok.synchronize(many(args[0]))):
+            cases.assert_same_bits(y, one(args[0] * (i + 1)), f"call {i}")
+
+
+def beside_collectives(case, mesh):
+    """Layers, sums and gathers that do not depend on each other, many of each, in one program."""
+
+    def local(args, ids):
+        x, total = args[0], jnp.zeros((), jnp.float32)
+        ys = []
+        for i in range(8):
+            ys.append(case.call((x * (i + 1), *args[1:]), ids=ids, implementation="fused"))
+            scaled = x.astype(jnp.float32) * (i + 1)
+            total += jax.lax.psum(jnp.sum(scaled), "expert")
+            total += jnp.sum(jax.lax.all_gather(scaled, "expert", tiled=True))
+        return jnp.stack(ys, 1), jax.lax.psum(total, "expert")
+
+    spec = P("expert")
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, P()), check_vma=False
+    )
+    return jax.jit(mapped)
+
+
+def test_beside_collectives():
+    case, mesh = make(512, 512, 256, 16, 4), two_gpus()
+    args, ids = placed(case, mesh)
+    program = beside_collectives(case, mesh)
+    one = jax.jit(lambda x: case.call((x, *args[1:]), ids=ids, implementation="fused"))
+    for _ in range(5):
+        ys, total = jax_mok.synchronize(program(args, ids))
+        assert np.isfinite(np.asarray(total))
+        for i in range(8):
+            cases.assert_same_bits(ys[:, i], one(args[0] * (i + 1)), f"call {i}")
+
+
+def fsdp_step(case, mesh, layers):
+    """A training step whose dense weights are sharded over the mesh and gathered beside the layer,
+    and whose gradients are scattered: collectives of XLA on both sides of every call."""
+    args, ids = placed(case, mesh)
+    hidden = case.x.shape[-1]
+    dense = jax.random.normal(jax.random.key(5), (layers, hidden, hidden), jnp.float32)
+    dense = (dense * hidden**-0.5).astype(jnp.bfloat16)
+    dense = jax.device_put(dense, NamedSharding(mesh, P(None, "expert")))
+
+    def loss(params, x):
+        dense, experts = params
+
+        def layer(x, w):
+            x = jax.nn.gelu(x @ w)
+            return x + case.call((x, *experts), ids=ids, implementation="fused"), None
+
+        y, _ = jax.lax.scan(jax.checkpoint(layer), x, dense)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    @jax.jit
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return value, jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads)
+
+    return step, (dense, args[1:]), args[0]
+
+
+def test_fsdp_step():
+    case, mesh = make(512, 256, 128, 16, 4), two_gpus()
+    step, params, x = fsdp_step(case, mesh, layers=4)
+    values = []
+    for _ in range(5):
+        value, params = step(params, x)
+        values.append(float(jax_mok.synchronize(value)))
+    assert np.isfinite(values).all() and values[-1] < values[0]
+
+
+def test_bad_id_fails_on_every_rank():
+    case, mesh = make(100, 256, 128, 16, 4), two_gpus()
+    args, ids = placed(case, mesh)
+    call = jax.jit(lambda i: case.call(args, ids=i, implementation="fused"))
+    good = jax_mok.synchronize(call(ids))
+    y = call(ids.at[97, 2].set(99))
+    with pytest.raises(jax_mok.MokError, match=r"expert_ids\[47, 2\] of rank 1 is 99") as error:
+        jax_mok.synchronize(y)
+    assert "rank 0, phase" in str(error.value) and "rank 1, phase" in str(error.value)
+    assert np.isnan(np.asarray(y, np.float32)).all()
+    cases.assert_same_bits(jax_mok.synchronize(call(ids)), good)
+
+
+def test_rank_that_never_comes():
+    case, mesh = make(100, 256, 128, 16, 4), two_gpus()
+    config = jax_mok.Config(timeout_seconds=0.5)
+    good = run_on(mesh, case, config=config)
+    with _cuda.testing(absent_rank=1), pytest.raises(jax_mok.MokError, match="rank 1 did not come"):
+        run_on(mesh, case, config=config)
+    cases.assert_same_bits(run_on(mesh, case, config=config), good)
+
+
+@pytest.mark.slow
+def test_jittered_calls():
+    """10,000 calls with random delays in all roles of both ranks."""
+    case, mesh = make(128, 256, 128, 16, 4), two_gpus()
+    args, ids = placed(case, mesh)
+    first = run_on(mesh, case)
+    for seed in range(1, 11):
+        with _cuda.testing(jitter_seed=seed, ring_size=128):
+            config = jax_mok.Config(minibatch_size=128, macrobatch_size=512)
+            call = jax.jit(
+                lambda a, i, c=config: case.call(a, ids=i, implementation="fused", config=c)
+            )
+            differ = jax.jit(lambda y, z: jnp.sum(y != z))
+            counts = [differ(call(args, ids), first) for _ in range(1000)]
+        assert sum(int(c) for c in jax_mok.synchronize(counts)) == 0, f"seed {seed}"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("flags", ["", OTHER], ids=["default flags", "latency hiding"])
+def test_two_processes(flags):
+    """One GPU each, joined by jax.distributed: the same code, and the bits of one GPU."""
+    worker = pathlib.Path(__file__).with_name("two_process_worker.py")
+    port = free_port()
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": flags,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(worker), str(port), str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [p.communicate(timeout=240)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    halves = [json.loads(o.splitlines()[-1]) for o in outputs]
+    case = make(1000, 512, 256, 32, 4, routing="zipf")
+    y = run(case)
+    for rank, half in enumerate(np.split(y, 2)):
+        digest = hashlib.sha256(np.ascontiguousarray(half).tobytes()).hexdigest()
+        assert halves[rank]["hash"] == digest, f"rank {rank}"
+    assert "rank 0 did not come" in halves[1]["error"], halves
+    assert "rank 0" in halves[0]["error"], halves
