@@ -7,121 +7,157 @@
 
 namespace jax_mok::cuda {
 
-// Barriers of one communicating warp: the load of unit i completes on barrier i % in_flight.
+// Barriers of one communicating warp, one per buffer: the load into it has completed.
 struct CommBarriers {
-  uint64_t loaded[kMaxUnitsInFlight];
+  uint64_t loaded[kMaxCommBuffers];
 };
 
-// One thread. Worker `id` of `count` takes units id, id + count, ... in row order. Unit i is stored
-// to the ring as soon as it is loaded; it is signalled, and its buffer loaded anew, once the store
-// of the unit after it has been issued: so one store and in_flight - 1 loads are always under way.
+// One thread. Worker `id` of `count` takes the units id, id + count, ... in row order, and moves
+// them piece by piece (a piece is a row or a part of one, and fills one buffer). A piece is stored
+// as soon as it is loaded, and its buffer loaded anew once the store has read it.
+// The rows of a unit are signalled together, one unit late: by then their stores have long landed,
+// and nobody waits for the round trip.
 class Dispatcher {
  public:
   __device__ Dispatcher(const ForwardParams& p, const Watch& watch, int v, int id, int count,
-                        uint8_t* buffer, CommBarriers* barriers)
+                        uint8_t* buffers, CommBarriers* barriers)
       : p_(p),
         watch_(watch),
         unit_(p.geometry.unit),
         v_(v),
-        id_(id),
         count_(count),
-        buffer_(buffer),
-        barriers_(barriers) {}
+        num_units_(p.block_map(v).num_blocks * (kBlockRows / unit_.rows)),
+        row_bytes_(p.geometry.hidden * 2),
+        routes_(p.array<RowRoute>(p.geometry.workspace.routes, v)),
+        ring_(p.array<char>(p.geometry.workspace.x_ring, v)),
+        buffers_(buffers),
+        barriers_(barriers),
+        loading_{id},
+        storing_{id} {}
 
   __device__ void run() {
-    for (int i = 0; i < unit_.in_flight; ++i) mbarrier_init(&barriers_->loaded[i], 1);
+    for (int i = 0; i < unit_.buffers; ++i) mbarrier_init(&barriers_->loaded[i], 1);
     mbarrier_init_fence();
     fence_async_proxy();  // the peers wrote their tokens with ordinary stores
-    const int num_blocks = p_.block_map(v_).num_blocks;
-    const int num_units = num_blocks * kBlockRows / unit_.rows * unit_.parts;
-    const int mine = id_ < num_units ? (num_units - id_ + count_ - 1) / count_ : 0;
-    for (int i = 0; i < unit_.in_flight && i < mine; ++i)
-      if (!load(i)) return;
-    for (int i = 0; i < mine; ++i) {
-      if (!store(i)) return;
-      if (i > 0) {
-        bulk_wait<1>();
-        signal(i - 1);
-        const int next = i - 1 + unit_.in_flight;
-        if (next < mine && !load(next)) return;
-      }
+    look_up_route();
+    for (int i = 0; i < unit_.buffers - 2; ++i)
+      if (!load()) return;
+    while (storing_.unit < num_units_) {
+      if (!load() || !store()) return;
     }
-    bulk_wait<0>();
-    if (mine > 0) signal(mine - 1);
+    signal_stored();
   }
 
  private:
-  // Where the i-th unit of this worker lies.
-  struct Place {
-    int row, part, block;
+  // Walks over the pieces of this worker's units, and over the buffers. Divisions happen once per
+  // unit only: a single thread has to keep up with the copies.
+  struct Cursor {
+    int unit;
+    int row = 0, part = 0, buffer = 0;
+    uint32_t parity = 0;
   };
-  __device__ Place place(int i) const {
-    const int unit = id_ + i * count_;
-    const int row = unit / unit_.parts * unit_.rows;
-    return {row, unit % unit_.parts, row / kBlockRows};
-  }
-  __device__ uint32_t row_bytes() const { return p_.geometry.hidden * 2; }
-  __device__ uint32_t bytes_of(const Place& at) const {
-    const uint32_t begin = at.part * unit_.part_bytes;
-    const uint32_t rest = row_bytes() - begin;
-    return rest < static_cast<uint32_t>(unit_.part_bytes) ? rest : unit_.part_bytes;
-  }
-  __device__ uint8_t* buffer_of(int i) const {
-    return buffer_ + i % unit_.in_flight * (unit_.rows * unit_.part_bytes);
-  }
-
-  __device__ bool load(int i) {
-    const Place at = place(i);
-    const plan::Shape& shape = p_.geometry.shape;
-    const int capacity = shape.ring_blocks;
-    const int generation = at.block / capacity;
-    if (generation > 0) {
-      const int slot = plan::ring_slot(at.block, capacity);
-      const uint32_t free = plan::x_empty_target(shape, plan::Pass::kForward, generation);
-      if (!wait_counter(watch_, p_.x_empty(v_) + slot, free, FaultPhase::kDispatch, at.row, slot))
-        return false;
+  __device__ void advance(Cursor& c) const {
+    if (++c.buffer == unit_.buffers) {
+      c.buffer = 0;
+      c.parity ^= 1;
     }
-    jitter(p_, at.row + 1);
-    const RowRoute* routes = p_.array<RowRoute>(p_.geometry.workspace.routes, v_) + at.row;
-    const char* from[kMaxUnitRows];
-#pragma unroll
-    for (int r = 0; r < kMaxUnitRows; ++r)
-      if (r < unit_.rows) from[r] = routes[r].from;
-    const uint32_t bytes = bytes_of(at);
-    uint64_t* loaded = &barriers_->loaded[i % unit_.in_flight];
-    mbarrier_arrive_expect(loaded, bytes * unit_.rows);
-#pragma unroll
-    for (int r = 0; r < kMaxUnitRows; ++r)
-      if (r < unit_.rows)
-        bulk_load(buffer_of(i) + r * bytes, from[r] + at.part * unit_.part_bytes, bytes, loaded);
+    if (++c.part < unit_.parts) return;
+    c.part = 0;
+    if (++c.row < unit_.rows) return;
+    c.row = 0;
+    c.unit += count_;
+  }
+  __device__ int block_of(int unit) const { return unit * unit_.rows / kBlockRows; }
+  __device__ uint32_t bytes_of(const Cursor& c) const {
+    return min(unit_.part_bytes, row_bytes_ - c.part * unit_.part_bytes);
+  }
+  __device__ uint8_t* buffer_of(const Cursor& c) const {
+    return buffers_ + c.buffer * unit_.part_bytes;
+  }
+
+  __device__ void look_up_route() {
+    if (loading_.unit < num_units_)
+      next_from_ = routes_[loading_.unit * unit_.rows + loading_.row].from;
+  }
+
+  // Asks for the next piece, buffers - 2 pieces ahead of the stores: one buffer is left to the
+  // store that may still be reading it.
+  __device__ bool load() {
+    bulk_wait_read<1>();
+    const Cursor& c = loading_;
+    if (c.unit >= num_units_) return true;
+    if (c.row == 0 && c.part == 0 && !wait_ring_slot(c.unit)) return false;
+    const uint32_t bytes = bytes_of(c);
+    uint64_t* loaded = &barriers_->loaded[c.buffer];
+    mbarrier_arrive_expect(loaded, bytes);
+    bulk_load(buffer_of(c), next_from_ + c.part * unit_.part_bytes, bytes, loaded);
+    advance(loading_);
+    look_up_route();
     return true;
   }
 
-  __device__ bool store(int i) {
-    const Place at = place(i);
-    uint64_t* loaded = &barriers_->loaded[i % unit_.in_flight];
-    if (!wait_barrier_timed(watch_, loaded, i / unit_.in_flight & 1, FaultPhase::kDispatch, at.row))
+  __device__ bool wait_ring_slot(int unit) {
+    const plan::Shape& shape = p_.geometry.shape;
+    const int block = block_of(unit);
+    jitter(p_, unit + 1);
+    const int generation = block / shape.ring_blocks;
+    if (generation == 0) return true;
+    const int slot = plan::ring_slot(block, shape.ring_blocks);
+    const uint32_t* counter = p_.x_empty(v_) + slot;
+    const uint32_t target = plan::x_empty_target(shape, plan::Pass::kForward, generation);
+    // Who may wait long must not keep back what others wait for.
+    if (static_cast<int32_t>(load_relaxed_gpu(counter) - target) < 0) signal_stored();
+    return wait_counter(watch_, counter, target, FaultPhase::kDispatch, unit, slot);
+  }
+
+  __device__ bool store() {
+    const Cursor& c = storing_;
+    const int unit = c.unit;
+    if (!wait_barrier_timed(watch_, &barriers_->loaded[c.buffer], c.parity, FaultPhase::kDispatch,
+                            unit))
       return false;
-    const int64_t ring_row = plan::ring_row(p_.geometry.shape, at.block, at.row % kBlockRows,
-                                            p_.geometry.shape.ring_blocks);
-    char* ring = p_.array<char>(p_.geometry.workspace.x_ring, v_);
-    bulk_store(ring + ring_row * row_bytes() + at.part * unit_.part_bytes, buffer_of(i),
-               bytes_of(at) * unit_.rows);
+    if (c.row == 0 && c.part == 0) {
+      const int row = unit * unit_.rows;
+      store_to_ =
+          ring_ + row_bytes_ * plan::ring_row(p_.geometry.shape, block_of(unit), row % kBlockRows,
+                                              p_.geometry.shape.ring_blocks);
+    }
+    const uint32_t bytes = bytes_of(c);
+    bulk_store(store_to_, buffer_of(c), bytes);
     bulk_commit();
+    store_to_ += bytes;  // the pieces of a unit are neighbours in the ring
+    advance(storing_);
+    if (storing_.unit == unit) return true;
+    // A unit has at least two pieces, so the unit before this one lies at least two stores back.
+    bulk_wait<2>();
+    if (unsignalled_ >= 0) signal(unsignalled_);
+    unsignalled_ = unit;
     return true;
   }
 
-  __device__ void signal(int i) {
-    const int slot = plan::ring_slot(place(i).block, p_.geometry.shape.ring_blocks);
+  __device__ void signal_stored() {
+    if (unsignalled_ < 0) return;
+    bulk_wait<0>();
+    signal(unsignalled_);
+    unsignalled_ = -1;
+  }
+  __device__ void signal(int unit) {
+    const int slot = plan::ring_slot(block_of(unit), p_.geometry.shape.ring_blocks);
     add_release_gpu(p_.x_full(v_) + slot, unit_.rows);
   }
 
   const ForwardParams& p_;
   const Watch& watch_;
   const DispatchUnit unit_;
-  const int v_, id_, count_;
-  uint8_t* const buffer_;
+  const int v_, count_, num_units_, row_bytes_;
+  const RowRoute* const routes_;
+  char* const ring_;
+  uint8_t* const buffers_;
   CommBarriers* const barriers_;
+  Cursor loading_, storing_;
+  const char* next_from_ = nullptr;
+  char* store_to_ = nullptr;
+  int unsignalled_ = -1;  // unit whose stores are issued but not told of
 };
 
 }  // namespace jax_mok::cuda

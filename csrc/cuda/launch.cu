@@ -1,4 +1,5 @@
 // Host side of a call: tensor maps, kernel parameters, launches.
+#include <cmath>
 #include <cstring>
 
 #include "cuda/forward_sm90.h"
@@ -125,6 +126,8 @@ cudaError_t launch_forward(const ForwardFacts& facts, int rank, const ForwardBuf
   p.geometry = make_geometry(facts, num_sms);
   p.buffers = buffers;
   p.activation = facts.activation;
+  p.plain_activation =
+      !facts.has_biases && std::isinf(facts.activation.limit) && facts.activation.up_offset == 0.0f;
   p.first_rank = rank;
   p.timeout_ns = static_cast<uint64_t>(facts.timeout_seconds * 1e9);
   p.start_timeout_ns = static_cast<uint64_t>(facts.start_timeout_seconds * 1e9);

@@ -20,15 +20,13 @@ std::string field(const char* name, long long value, const std::string& allowed)
 int64_t round_up(int64_t value, int64_t unit) { return plan::ceil_div(value, unit) * unit; }
 
 DispatchUnit make_unit(int hidden) {
-  const int row_bytes = hidden * 2, half_buffer = kCommBufferBytes / 2;
-  DispatchUnit unit = {1, 1, row_bytes, 1};
-  if (row_bytes > half_buffer) {
-    unit.parts = static_cast<int>(plan::ceil_div(row_bytes, half_buffer));
-    unit.part_bytes = static_cast<int>(round_up(plan::ceil_div(row_bytes, unit.parts), 128));
-  } else {
-    while (unit.rows < kMaxUnitRows && 2 * unit.rows * row_bytes <= half_buffer) unit.rows *= 2;
-  }
-  unit.in_flight = std::min(kMaxUnitsInFlight, kCommBufferBytes / (unit.rows * unit.part_bytes));
+  const int row_bytes = hidden * 2, most = kCommBufferBytes / kMinCommBuffers;
+  DispatchUnit unit;
+  unit.parts = static_cast<int>(plan::ceil_div(row_bytes, most));
+  unit.part_bytes = static_cast<int>(round_up(plan::ceil_div(row_bytes, unit.parts), 128));
+  unit.buffers = std::min(kMaxCommBuffers, kCommBufferBytes / unit.part_bytes);
+  unit.rows = 1;  // a power of two, so that units do not cross blocks
+  while (unit.rows * 2 * unit.parts <= unit.buffers) unit.rows *= 2;
   return unit;
 }
 
@@ -138,9 +136,11 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms) {
   s.gate_up_tiles = static_cast<int>(plan::ceil_div(f.intermediate, kGateUpColumns));
   s.down_tiles = static_cast<int>(plan::ceil_div(f.hidden, kTileColumns));
   s.source_order = plan::SourceOrder::kInterleaved;
-  s.rows_in_flight = static_cast<int>(plan::ceil_div(
-                         int64_t{comm_warps} * g.unit.in_flight * g.unit.rows, g.unit.parts)) +
-                     g.unit.rows;
+  // A worker waits for the ring with at most this unit, the one before, and those its buffers span
+  // not signalled.
+  const int units =
+      2 + static_cast<int>(plan::ceil_div(g.unit.buffers, g.unit.rows * g.unit.parts));
+  s.rows_in_flight = comm_warps * units * g.unit.rows;
 
   s.macrobatch_blocks = 1;  // max_blocks does not depend on it
   const int64_t most = std::max<int64_t>(plan::max_blocks(s), 1);

@@ -16,11 +16,10 @@ constexpr int kGateUpColumns = 128;  // hidden columns of a gate|up tile: half g
 constexpr int kTileK = 64;           // depth of one pipeline stage
 constexpr int kColumnUnit = 64;      // hidden and intermediate are multiples of it
 
-constexpr int kCommBufferBytes = 16384;  // shared memory of one communicating warp
-constexpr int kMaxUnitsInFlight = 4;     // copies that one communicating warp has under way
-constexpr int kMaxUnitRows = 4;
+constexpr int kCommBufferBytes = 16384;                  // shared memory of one communicating warp
+constexpr int kMinCommBuffers = 4, kMaxCommBuffers = 8;  // pieces of rows that it holds at once
 
-constexpr int kChunkIds = 256;          // expert ids that one warp of the plan counts
+constexpr int kChunkIds = 128;          // expert ids that one warp of the plan counts
 constexpr int kMaxLocalExperts = 2048;  // the plan counts them in shared memory
 
 // An array of the workspace: rank r's part begins at offset + r * bytes.
@@ -49,8 +48,8 @@ struct HeapControl {
 };
 
 struct HeapLayout {
-  int64_t ids;    // int32 [T, k]
-  int64_t x;      // bf16 [T, H]; absent with one rank
+  int64_t ids;    // int32 [T, k], and
+  int64_t x;      // bf16 [T, H]: for the other ranks
   int64_t slots;  // bf16 [k][T][H]: results, pushed by the owners of the experts
   int64_t bytes;
 };
@@ -78,12 +77,13 @@ struct RowRoute {
   char* to;          // its combine slot; null for padding
 };
 
-// How rows are cut into copies. A unit is `rows` rows, or one of the `parts` parts of a row.
+// How rows are cut into copies. A row travels in `parts` pieces; `rows` neighbouring rows make a
+// unit, which one worker moves and signals at once. rows * parts >= 2.
 struct DispatchUnit {
   int32_t rows;
   int32_t parts;
   int32_t part_bytes;  // of every part but the last, which may be shorter
-  int32_t in_flight;   // units that fit a communicating warp's buffer
+  int32_t buffers;     // pieces that fit a communicating warp's shared memory, at least 4
 };
 
 struct Geometry {

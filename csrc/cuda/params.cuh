@@ -23,7 +23,8 @@ struct ForwardParams {
   Geometry geometry;
   ForwardBuffers buffers;
   Activation activation;
-  int32_t first_rank;  // rank of virtual rank 0
+  bool plain_activation;  // no biases, no limit, no offset
+  int32_t first_rank;     // rank of virtual rank 0
   uint64_t timeout_ns, start_timeout_ns;
   TestHooks hooks;
 
@@ -61,7 +62,12 @@ struct ForwardParams {
     return static_cast<const char*>(buffers.x) +
            int64_t{v} * geometry.shape.num_tokens * geometry.hidden * 2;
   }
-  // Rank v's tokens need no copy in the heap for itself.
+  // A rank reads its own ids and tokens where they are, those of others in their heaps.
+  __device__ const int32_t* ids_of(int source, int v) const {
+    if (source != rank(v))
+      return reinterpret_cast<const int32_t*>(heap(source) + geometry.heap.ids);
+    return buffers.expert_ids + int64_t{v} * geometry.shape.num_tokens * geometry.shape.top_k;
+  }
   __device__ const char* tokens_of(int source, int v) const {
     return source == rank(v) ? local_x(v) : heap(source) + geometry.heap.x;
   }

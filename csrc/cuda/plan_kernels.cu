@@ -37,13 +37,13 @@ __global__ void __launch_bounds__(kPublishThreads)
   clear_words(p.control(v), sizeof(RankControl), thread, threads);
   clear_words(p.x_full(v), g.workspace.counters.bytes, thread, threads);
   clear_words(p.array<char>(g.workspace.zero_row, v), g.hidden * 2, thread, threads);
-  const int64_t num_ids = int64_t{g.shape.num_tokens} * g.shape.top_k;
-  int32_t* ids = reinterpret_cast<int32_t*>(p.heap(rank) + g.heap.ids);
-  for (int64_t i = thread; i < num_ids; i += threads)
-    ids[i] = p.buffers.expert_ids[v * num_ids + i];
-  if (g.shape.num_ranks > 1)
+  if (g.shape.num_ranks > 1) {
+    const int64_t num_ids = int64_t{g.shape.num_tokens} * g.shape.top_k;
+    int32_t* ids = reinterpret_cast<int32_t*>(p.heap(rank) + g.heap.ids);
+    for (int64_t i = thread; i < num_ids; i += threads) ids[i] = p.ids_of(rank, v)[i];
     copy_16(p.heap(rank) + g.heap.x, p.local_x(v), int64_t{g.shape.num_tokens} * g.hidden * 2,
             thread, threads);
+  }
 
   // The CTA that finishes last speaks for all.
   __shared__ uint32_t call;
@@ -66,18 +66,19 @@ __global__ void __launch_bounds__(kPublishThreads)
 
 // ---- count ----
 
-// One warp's walk over a chunk of a source's ids: visit(flat index, id, active) by all lanes, in
-// ascending order of the flat index.
+// One warp's walk over a chunk of a source's ids: visit(ids, flat index, id) by all lanes, in
+// ascending order of the flat index. Past the end the id is that of an unused slot.
 template <typename Visit>
-MOK_DEVICE void for_each_id(const ForwardParams& p, int source, int chunk, Visit visit) {
-  const Geometry& g = p.geometry;
-  const int num_ids = g.shape.num_tokens * g.shape.top_k;
-  const int32_t* ids = reinterpret_cast<const int32_t*>(p.heap(source) + g.heap.ids);
-  for (int first = chunk * kChunkIds; first < min((chunk + 1) * kChunkIds, num_ids); first += 32) {
-    const int i = first + threadIdx.x % 32;
-    const bool active = i < num_ids;
-    visit(ids, i, active ? ids[i] : plan::kUnusedSlot);
-  }
+MOK_DEVICE void for_each_id(const ForwardParams& p, int v, int source, int chunk, Visit visit) {
+  const int num_ids = p.geometry.shape.num_tokens * p.geometry.shape.top_k;
+  const int32_t* ids = p.ids_of(source, v);
+  const int first = chunk * kChunkIds + threadIdx.x % 32;
+  int32_t id[kChunkIds / 32];  // one round trip for all of them
+#pragma unroll
+  for (int r = 0; r < kChunkIds / 32; ++r)
+    id[r] = first + 32 * r < num_ids ? ids[first + 32 * r] : plan::kUnusedSlot;
+#pragma unroll
+  for (int r = 0; r < kChunkIds / 32; ++r) visit(ids, first + 32 * r, id[r]);
 }
 
 // The local expert of an id, or -1 if another rank owns it or the slot is unused.
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ Fo
   int32_t* mine = counters + warp * num_local;
   for (int e = lane; e < num_local; e += 32) mine[e] = 0;
   __syncwarp();
-  for_each_id(p, source, chunk, [&](const int32_t* ids, int i, int32_t id) {
+  for_each_id(p, v, source, chunk, [&](const int32_t* ids, int i, int32_t id) {
     check_id(p, watch, source, ids, i, id);
     const int e = local_expert(p, rank, id);
     if (e >= 0) atomicAdd(&mine[e], 1);
@@ -150,13 +151,22 @@ __global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ F
   const int source = pair / num_local, e = pair % num_local;
   int32_t* of_chunk = p.array<int32_t>(g.workspace.chunk_counts, v) +
                       int64_t{source} * g.num_chunks * num_local + e;
+  constexpr int kRounds = 8;  // loads in flight
   int32_t total = 0;
-  for (int first = 0; first < g.num_chunks; first += 32) {
-    const int chunk = first + lane;
-    const int32_t rows = chunk < g.num_chunks ? of_chunk[int64_t{chunk} * num_local] : 0;
-    const int32_t sum = inclusive_warp_sum(rows);
-    if (chunk < g.num_chunks) of_chunk[int64_t{chunk} * num_local] = total + sum - rows;
-    total += __shfl_sync(0xffffffffu, sum, 31);
+  for (int first = lane; first - lane < g.num_chunks; first += 32 * kRounds) {
+    int32_t rows[kRounds];
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int chunk = first + 32 * r;
+      rows[r] = chunk < g.num_chunks ? of_chunk[int64_t{chunk} * num_local] : 0;
+    }
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int chunk = first + 32 * r;
+      const int32_t sum = inclusive_warp_sum(rows[r]);
+      if (chunk < g.num_chunks) of_chunk[int64_t{chunk} * num_local] = total + sum - rows[r];
+      total += __shfl_sync(0xffffffffu, sum, 31);
+    }
   }
   if (lane == 0) p.array<int32_t>(g.workspace.counts, v)[pair] = total;
 }
@@ -237,7 +247,7 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Fo
   const char* tokens = p.tokens_of(source, v);
   char* slots = p.heap(source) + g.heap.slots;
   const int64_t row_bytes = int64_t{g.hidden} * 2;
-  for_each_id(p, source, chunk, [&](const int32_t*, int i, int32_t id) {
+  for_each_id(p, v, source, chunk, [&](const int32_t*, int i, int32_t id) {
     const int e = local_expert(p, rank, id);
     // Lanes with the same expert take consecutive places, in lane order.
     const uint32_t same = __match_any_sync(0xffffffffu, e);

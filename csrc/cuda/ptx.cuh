@@ -21,6 +21,13 @@ MOK_DEVICE bool elect_one() {
   return elected != 0;
 }
 
+// As blockIdx.x, but read anew every time: a register that nobody holds in between.
+MOK_DEVICE int cta_index() {
+  int i;
+  asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(i));
+  return i;
+}
+
 MOK_DEVICE uint64_t global_timer_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -52,6 +59,18 @@ MOK_DEVICE bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// True if the phase has ended; does not sleep.
+MOK_DEVICE bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.b32 %0, 1, 0, p;\n}"
       : "=r"(done)
       : "r"(shared_address(barrier)), "r"(parity)
@@ -96,6 +115,11 @@ MOK_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "
 template <int kPending>
 MOK_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+// Until at most kPending of them still read shared memory.
+template <int kPending>
+MOK_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 // Orders ordinary accesses with those of the copy engine, on both sides of a hand-over.
 MOK_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -160,7 +160,7 @@ class Scheduler {
   __device__ bool wait_tokens(int block, int i) const {
     const plan::Shape& s = p_.geometry.shape;
     const int slot = plan::ring_slot(block, s.ring_blocks);
-    const uint32_t target = plan::x_full_target(s, block / s.ring_blocks) * p_.geometry.unit.parts;
+    const uint32_t target = plan::x_full_target(s, block / s.ring_blocks);
     return wait_counter(watch_, p_.x_full(v_) + slot, target, FaultPhase::kGateUp, i, slot);
   }
   __device__ bool wait_hidden_free(int block, int i) const {
