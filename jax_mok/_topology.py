@@ -18,7 +18,7 @@ def axis_names(name: str, value: Any) -> AxisNames:
     """`value` (a name, a tuple of names, or None) as a tuple of names."""
     if value is None:
         return ()
-    names = (value,) if isinstance(value, str) else tuple(value)
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
         raise ValueError(
             f"{name} must be a mesh axis name, a tuple of distinct names, or None, got {value!r}."

@@ -1,7 +1,7 @@
 """The custom calls: registration with XLA, and typed wrappers around `jax.ffi.ffi_call`.
 
-Operands and results are those of the handlers in csrc/ffi; an absent optional operand is an array
-of shape [0]. Nothing here knows about autodiff or meshes.
+Operands and results are those of the handlers in csrc/ffi. Nothing here knows about autodiff or
+meshes.
 """
 
 import dataclasses
@@ -123,8 +123,13 @@ def result_like(shape, dtype, like) -> jax.ShapeDtypeStruct:
 
 
 def absent(dtype) -> jax.Array:
-    """Stands for an optional operand that is not there."""
-    return jnp.zeros((0,), dtype)
+    """Stands for an optional operand that is not there: a scalar, where all others have dims.
+
+    Not an empty array: autodiff may carry it over the edge of a shard_map, and jaxlib 0.11.2
+    crashes while it compiles one with empty inputs. Absent results are scalars too; they hold
+    nothing.
+    """
+    return jnp.zeros((), dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -147,7 +152,7 @@ class Operands:
     shared_gate: jax.Array | None
 
     def optional(self) -> list[jax.Array]:
-        """The optional operands in the order of the handlers, absent ones as empty arrays."""
+        """The optional operands in the order of the handlers, absent ones as scalars."""
         none = (None, None, None)
         arrays = [*(self.biases or none), *(self.shared or none)]
         arrays = [absent(self.x.dtype) if a is None else a for a in arrays]
@@ -156,9 +161,9 @@ class Operands:
 
 
 def forward(spec: CallSpec, topology, ids, ops: Operands, *, save: bool):
-    """y [T, H] in x's dtype, and the saved gate|up projections ([macrobatch_rows, 2I] or [0])."""
+    """y [T, H] in x's dtype, and the saved gate|up projections ([macrobatch_rows, 2I], or a scalar)."""
     intermediate = ops.w_gate.shape[-1]
-    saved_shape = (spec.macrobatch_rows, 2 * intermediate) if save else (0,)
+    saved_shape = (spec.macrobatch_rows, 2 * intermediate) if save else ()
     results = [
         result_like(ops.x.shape, ops.x.dtype, ops.x),
         result_like(saved_shape, jnp.float32, ops.x),

@@ -132,11 +132,11 @@ def test_token_axes_inside_shard_map():
 
 
 BAD_IDS = {
-    "too large": ([0, 8, 1], ["8", "out of range"]),
-    "far too large": ([0, 2**31 - 1, 1], ["2147483647", "out of range"]),
-    "below -1": ([0, -2, 1], ["-2", "out of range"]),
-    "smallest": ([-(2**31), 0, 1], ["-2147483648", "out of range"]),
-    "repeated": ([5, 1, 5], ["5", "repeated"]),
+    "too large": ([0, 8, 1], ["is 8", "allowed are 0 to"]),
+    "far too large": ([0, 2**31 - 1, 1], ["is 2147483647", "allowed are"]),
+    "below -1": ([0, -2, 1], ["is -2", "allowed are"]),
+    "smallest": ([-(2**31), 0, 1], ["is -2147483648", "allowed are"]),
+    "repeated": ([5, 1, 5], ["is 5", "earlier slot"]),
 }
 
 

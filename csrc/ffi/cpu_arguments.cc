@@ -86,7 +86,7 @@ class Reader {
     return buffer.untyped_data();
   }
 
-  // Null if the next one is an absent optional: of shape [0].
+  // Null if the next one is an absent optional: a scalar.
   void* take_optional(const char* name, std::initializer_list<int64_t> dims,
                       std::initializer_list<xffi::DataType> dtypes) {
     if (is_absent()) {
@@ -96,10 +96,7 @@ class Reader {
     return take(name, dims, dtypes);
   }
 
-  bool is_absent() const {
-    const auto dims = peek().dimensions();
-    return dims.size() == 1 && dims[0] == 0;
-  }
+  bool is_absent() const { return peek().dimensions().size() == 0; }
 
  private:
   const char* what_;
@@ -258,17 +255,17 @@ class Decoder {
         static_cast<const float*>(in.take_optional("s_scale", {tokens_}, {xffi::DataType::F32}));
   }
 
-  // Null if absent, though an array of shape [0] may well have an address.
+  // Null if absent, though the scalar in its place has an address.
   void* take_if(Reader& in, bool present, const char* name, std::initializer_list<int64_t> dims) {
     if (present) return in.take(name, dims, {dtype_});
-    in.take(name, {0}, {dtype_});
+    in.take(name, {}, {dtype_});
     return nullptr;
   }
 
   // Rows of `saved`, 0 if it is absent.
   int64_t read_saved(Reader& in) {
     if (in.is_absent()) {
-      in.take("saved", {0}, {xffi::DataType::F32});
+      in.take("saved", {}, {xffi::DataType::F32});
       return 0;
     }
     const auto dims = in.peek().dimensions();
@@ -282,7 +279,7 @@ class Decoder {
     inputs().y = {out.take("y", {tokens_, hidden_}, {dtype_}), engine_dtype_};
     output_saved_rows_ = 0;
     if (!save_) {
-      out.take("saved", {0}, {xffi::DataType::F32});
+      out.take("saved", {}, {xffi::DataType::F32});
       return;
     }
     const auto dims = out.peek().dimensions();
@@ -304,7 +301,7 @@ class Decoder {
     const auto array = [&](bool present, const char* name, std::initializer_list<int64_t> dims,
                            xffi::DataType dtype) {
       if (!present) {
-        out.take(name, {0}, {xffi::DataType::F32, dtype_});
+        out.take(name, {}, {xffi::DataType::F32, dtype_});
         return cpu::Array{};
       }
       return cpu::Array{out.take(name, dims, {dtype}), engine_dtype(dtype)};
@@ -323,8 +320,8 @@ class Decoder {
     to.shared.up = array(has_shared_, "ds_up", {h, s}, dtype);
     to.shared.down = array(has_shared_, "ds_down", {s, h}, dtype);
     const bool has_scale = inputs().shared_scale != nullptr;
-    void* const d_scale = out.take("ds_scale", {has_scale ? tokens_ : 0}, {xffi::DataType::F32});
-    to.d_shared_scale = has_scale ? static_cast<float*>(d_scale) : nullptr;
+    const cpu::Array d_scale = array(has_scale, "ds_scale", {tokens_}, xffi::DataType::F32);
+    to.d_shared_scale = static_cast<float*>(d_scale.data);
   }
 
   void finish_shape(int64_t saved_rows) {

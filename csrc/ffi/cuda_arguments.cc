@@ -75,10 +75,10 @@ void* take(const char* name, const xffi::AnyBuffer& buffer, xffi::DataType dtype
   return buffer.untyped_data();
 }
 
-// An absent optional has shape [0].
+// An absent optional is a scalar.
 void* take_if(bool there, const char* name, const xffi::AnyBuffer& buffer, xffi::DataType dtype,
               const Dims& dims) {
-  void* const data = take(name, buffer, dtype, there ? dims : Dims{0});
+  void* const data = take(name, buffer, dtype, there ? dims : Dims{});
   return there ? data : nullptr;
 }
 
