@@ -7,6 +7,7 @@ chooses an implementation what it would choose. It runs no kernel and takes no G
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def _links() -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         return [f"could not be asked: {e}"]
-    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    lines = [line.rstrip() for line in plain.splitlines()]
     matrix = [line for line in lines if "GPU" in line]
     return [line.expandtabs(8) for line in matrix] if done.returncode == 0 else lines[:3]
 
@@ -147,8 +149,8 @@ def _devices() -> list[str]:
         from jax_mok import _cuda
 
         if _cuda.core is not None:
-            versions = _cuda.core.versions()  # JAX has loaded NCCL by now
-            found = versions["nccl"] or "none"
+            versions = _cuda.core.versions()
+            found = versions["nccl"] or "not loaded yet"
             lines.append(
                 f"NCCL {found}" + (f": {versions['nccl_problem']}" * bool(versions["nccl_problem"]))
             )

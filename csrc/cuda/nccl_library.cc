@@ -20,11 +20,11 @@ bool find(void* library, const char* name, F* function) {
 
 NcclLibrary load() {
   NcclLibrary nccl;
-  // The copy that is there already is the one that made XLA's communicators.
+  // Only the copy that is there already: it is the one that makes XLA's communicators. Loading one
+  // by its name could bring in the system's, of another version, and XLA would then get that one.
   void* library = dlopen(kName, RTLD_NOW | RTLD_NOLOAD);
-  if (library == nullptr) library = dlopen(kName, RTLD_NOW);
   if (library == nullptr) {
-    nccl.problem = std::string("NCCL is not there (") + kName +
+    nccl.problem = std::string("NCCL is not loaded in this process (") + kName +
                    "); it comes with jax's CUDA plugin: pip install 'jax[cuda13]'";
     return nccl;
   }

@@ -2,6 +2,8 @@
 shape, however many experts there are.
 """
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -50,17 +52,24 @@ def make(
     activation="swiglu",
     seed=0,
 ) -> cases.Case:
-    keys = iter(jax.random.split(jax.random.key(seed), 16))
+    ids = routed_ids(routing, tokens, num_experts, top_k, unused=unused, seed=seed)
+    sizes = (tokens, hidden, intermediate, num_experts, top_k, shared)
+    arrays = _random_arrays(sizes, biases, shared_gate, jax.random.key(seed))
+    return cases.Case(ids=jnp.asarray(ids), activation=activation, **arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _random_arrays(sizes, biases, shared_gate, key):
+    """In one program: compiling one for every array would take longer than the tests."""
+    t, h, i, e, k, s = sizes
+    keys = iter(jax.random.split(key, 16))
     normal = lambda *shape, scale=1.0: (
         scale * jax.random.normal(next(keys), shape, jnp.float32)
     ).astype(jnp.bfloat16)
-    scale_in, scale_out = hidden**-0.5, intermediate**-0.5
-    ids = routed_ids(routing, tokens, num_experts, top_k, unused=unused, seed=seed)
-    e, h, i, s = num_experts, hidden, intermediate, shared
-    return cases.Case(
-        x=normal(tokens, h),
-        ids=jnp.asarray(ids),
-        weights=jax.random.uniform(next(keys), (tokens, top_k)),
+    scale_in, scale_out = h**-0.5, i**-0.5
+    return dict(
+        x=normal(t, h),
+        weights=jax.random.uniform(next(keys), (t, k)),
         w_gate=normal(e, h, i, scale=scale_in),
         w_up=normal(e, h, i, scale=scale_in),
         w_down=normal(e, i, h, scale=scale_out),
@@ -71,12 +80,11 @@ def make(
             normal(h, s, scale=scale_in),
             normal(h, s, scale=scale_in),
             normal(s, h, scale=scale_out),
-            jax.random.uniform(next(keys), (tokens,)) if shared_gate else None,
+            jax.random.uniform(next(keys), (t,)) if shared_gate else None,
         )
-        if shared
+        if s
         else None,
-        activation=activation,
-        cotangent=normal(tokens, h),
+        cotangent=normal(t, h),
     )
 
 

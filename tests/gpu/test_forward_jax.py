@@ -184,13 +184,13 @@ def test_calls_that_do_not_depend_on_each_other():
 
 
 def test_gradients():
-    case = make(300, 256, 128, 16, 4, biases=True, shared=64, shared_gate=True, unused=0.1)
+    case = make(300, 256, 128, 4, 2, biases=True, shared=64, shared_gate=True, unused=0.1)
     y, grads = case.value_and_grads(implementation="fused")
     wanted_y, wanted = case.reference()
     cases.assert_close(y, wanted_y, TOLERANCE, "y")
     cases.assert_close(grads, wanted, 2e-2, "gradient of ")
     _, by_xla = case.value_and_grads(implementation="xla")
-    cases.assert_close(grads, by_xla, 2e-3, "gradient, by plain JAX here too, of ")
+    cases.assert_close(grads, by_xla, 1e-2, "gradient, by plain JAX here too, of ")
 
 
 def test_float32_weights_of_a_bfloat16_layer():
@@ -290,9 +290,9 @@ def test_calls_after_a_failure_in_one_program():
 
 
 COMMAND_BUFFERS = {
-    "off": "--xla_gpu_enable_command_buffer=",
-    "on": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES "
-    "--xla_gpu_graph_min_graph_size=1",
+    "off": "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
+    "on": "--xla_gpu_autotune_level=0 --xla_gpu_graph_min_graph_size=1 "
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES",
 }
 
 

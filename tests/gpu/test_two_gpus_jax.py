@@ -24,7 +24,10 @@ from jax_mok import _cuda
 
 pytestmark = pytest.mark.gpu2
 
-OTHER = "--xla_gpu_enable_latency_hiding_scheduler=true"
+FLAGS = {
+    "default": "--xla_gpu_autotune_level=0",
+    "latency hiding": "--xla_gpu_autotune_level=0 --xla_gpu_enable_latency_hiding_scheduler=true",
+}
 
 
 def two_gpus(permuted=False) -> Mesh:
@@ -204,7 +207,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("flags", ["", OTHER], ids=["default flags", "latency hiding"])
+@pytest.mark.parametrize("flags", FLAGS)
 def test_two_processes(flags):
     """One GPU each, joined by jax.distributed: the same code, and the bits of one GPU."""
     worker = pathlib.Path(__file__).with_name("two_process_worker.py")
@@ -213,7 +216,7 @@ def test_two_processes(flags):
     for rank in range(2):
         environment = {
             **os.environ,
-            "XLA_FLAGS": flags,
+            "XLA_FLAGS": FLAGS[flags],
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
