@@ -92,7 +92,8 @@ def route(
     What is not a number never becomes an id. A token whose logits hold a NaN or +inf, or are all
     -inf, is masked: ids -1, weights 0, no part in counts and losses, gradient 0. A single logit
     of -inf takes that expert out for that token; if fewer than `top_k` experts are left, the last
-    slots are unused (-1). A `selection_bias` of -inf takes an expert out for all tokens.
+    slots are unused (-1). A `selection_bias` of -inf or NaN takes an expert out for
+    all tokens.
 
     Args:
       logits: [..., E], any float dtype.
@@ -183,17 +184,16 @@ def _route(
         usable_here = usable
     ids, slot_ok = _choose(key, usable_here, top_k)
 
-    chosen = ids[..., None] == jnp.arange(num_experts, dtype=jnp.int32)  # [..., k, E]
     if normalize:
         # In logarithms: it cannot become 0 / 0 when all chosen scores are tiny.
-        weights = _masked_softmax(_pick(chosen, log_scores), slot_ok)
+        weights = _masked_softmax(_pick(ids, log_scores), slot_ok)
     else:
-        weights = jnp.where(slot_ok, _pick(chosen, scores), 0.0)
+        weights = jnp.where(slot_ok, _pick(ids, scores), 0.0)
     weights = weights * jnp.asarray(scale, jnp.float32)
 
     tokens = tuple(range(logits.ndim - 1))
     totals = dict(
-        counts=jnp.sum(chosen, axis=(*tokens, logits.ndim - 1), dtype=jnp.int32),
+        counts=jnp.sum(_hits(ids, num_experts), axis=tokens, dtype=jnp.int32),
         shares=jnp.sum(shares, axis=tokens),
         num_tokens=jnp.sum(token_ok, dtype=jnp.int32),
         z=jnp.sum(_masked_logsumexp(logits, usable) ** 2),
@@ -272,9 +272,29 @@ def _masked_logsumexp(x: jax.Array, mask: jax.Array) -> jax.Array:
     return top + jnp.log(jnp.where(total > 0, total, 1.0))
 
 
-def _pick(chosen: jax.Array, values: jax.Array) -> jax.Array:
-    """The values [..., E] of the chosen experts, [..., k]: a sum with one term, hence exact."""
-    return jnp.sum(jnp.where(chosen, values[..., None, :], 0.0), axis=-1)
+def _pick(ids: jax.Array, values: jax.Array) -> jax.Array:
+    """The values [..., E] of the experts `ids`, [..., k]: sums with one term, hence exact.
+
+    Not a gather, whose derivative is a scatter: slow where determinism is asked of the compiler.
+    """
+    index = jnp.arange(values.shape[-1], dtype=jnp.int32)
+    if ids.shape[-1] > _MAX_PASSES:
+        hit = ids[..., None] == index
+        return jnp.sum(jnp.where(hit, values[..., None, :], 0.0), axis=-1)
+    # Slot by slot, so that nothing of size [..., k, E] comes into being.
+    slots = (ids[..., j : j + 1] == index for j in range(ids.shape[-1]))
+    return jnp.stack([jnp.sum(jnp.where(hit, values, 0.0), axis=-1) for hit in slots], axis=-1)
+
+
+def _hits(ids: jax.Array, num_experts: int) -> jax.Array:
+    """How often (0 or 1) each expert is among the `ids` of a token: int32 [..., E]."""
+    index = jnp.arange(num_experts, dtype=jnp.int32)
+    if ids.shape[-1] > _MAX_PASSES:
+        return jnp.sum(ids[..., None] == index, axis=-2, dtype=jnp.int32)
+    hit = ids[..., :1] == index
+    for j in range(1, ids.shape[-1]):
+        hit |= ids[..., j : j + 1] == index
+    return hit.astype(jnp.int32)
 
 
 def _choose(key: jax.Array, usable: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -291,8 +311,9 @@ def _largest(key: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     Not `jax.lax.top_k`: that gathers all tokens to every device when they are sharded, and does
     not promise an order of ties on every backend.
     """
-    # -0 and +0 must be a tie (adding 0 would be folded away).
-    key = jnp.where(key == 0, 0.0, jax.lax.stop_gradient(key))
+    # -0 and +0 must be a tie (adding 0 would be folded away), and NaN must lose.
+    key = jax.lax.stop_gradient(key)
+    key = jnp.where(key == 0, 0.0, jnp.where(key > -jnp.inf, key, -jnp.inf))
     axis = key.ndim - 1
     index = jax.lax.broadcasted_iota(jnp.int32, key.shape, axis)
     if k > _MAX_PASSES:
@@ -300,10 +321,13 @@ def _largest(key: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return -key[..., :k], index[..., :k]
     values, ids = [], []
     for _ in range(k):
-        values.append(jnp.max(key, axis=-1))
-        ids.append(jax.lax.argmax(key, axis, jnp.int32))
-        key = jnp.where(index == ids[-1][..., None], -jnp.inf, key)
-    return jnp.stack(values, axis=-1), jnp.stack(ids, axis=-1)
+        # Two plain reductions; compilers make slow code of an argmax.
+        best = jnp.max(key, axis=-1, keepdims=True)
+        first = jnp.min(jnp.where(key == best, index, key.shape[-1]), axis=-1, keepdims=True)
+        values.append(best)
+        ids.append(first)
+        key = jnp.where(index == first, -jnp.inf, key)
+    return jnp.concatenate(values, axis=-1), jnp.concatenate(ids, axis=-1)
 
 
 def _in_best_groups(

@@ -419,12 +419,12 @@ def test_minus_infinity_everywhere_and_in_a_group():
     assert routing.expert_ids.tolist() == [[2, -1, -1]]
 
 
-def test_minus_infinity_in_the_bias_takes_an_expert_out_for_all():
-    bias = jnp.array([0.0, -jnp.inf, 0.0, 0.0])
-    routing = route(
-        jnp.asarray(logits_of(20, 4), jnp.float32), top_k=3, scoring="sigmoid", selection_bias=bias
-    )
-    assert routing.counts[1] == 0 and routing.counts.sum() == 60
+def test_minus_infinity_or_nan_in_the_bias_takes_an_expert_out_for_all():
+    logits = jnp.asarray(logits_of(20, 4), jnp.float32)
+    for bad in (-np.inf, np.nan):
+        bias = np.array([0.0, bad, 0.0, 0.0], np.float32)
+        routing = route(logits, top_k=3, scoring="sigmoid", selection_bias=bias)
+        assert routing.counts[1] == 0 and routing.counts.sum() == 60
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrt_softplus"])
