@@ -1,5 +1,5 @@
-"""Settings of the GPU tests: XLA's search for the fastest GEMM would take longer than the tests, and
-the GEMMs are not ours.
+"""Settings of the GPU tests: a search of XLA for the fastest GEMM would take longer than the tests,
+and the GEMMs are not ours.
 """
 
 import os
