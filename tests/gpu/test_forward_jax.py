@@ -278,15 +278,27 @@ def test_rank_that_never_comes():
 
 
 def test_calls_after_a_failure_in_one_program():
-    """The failing call is in the middle of a program; those after it are right."""
+    """The failing call is in the middle of a program; those before and after it are right."""
     case = make(64, 256, 128, 8, 2)
     bad = case.ids.at[5, 0].set(99)
-    call = lambda i: case.call(case.args, ids=i, implementation="fused")
-    good, broken, after = jax.jit(lambda: (call(case.ids), call(bad), call(case.ids)))()
+
+    def call(x, ids):
+        return case.call((x, *case.args[1:]), ids=ids, implementation="fused")
+
+    @jax.jit
+    def program(x):
+        first = call(x, case.ids)
+        _, x = jax.lax.optimization_barrier((first, x))
+        broken = call(x, bad)
+        _, x = jax.lax.optimization_barrier((broken, x))
+        return first, broken, call(x * 2, case.ids)
+
+    first, broken, after = program(case.x)
     with pytest.raises(jax_mok.MokError, match="is 99"):
-        jax_mok.synchronize((good, broken, after))
+        jax_mok.synchronize((first, broken, after))
     assert np.isnan(np.asarray(broken, np.float32)).all()
-    cases.assert_same_bits(good, after)
+    for x, y in ((case.x, first), (case.x * 2, after)):
+        cases.assert_same_bits(jax_mok.synchronize(jax.jit(call)(x, case.ids)), y)
 
 
 COMMAND_BUFFERS = {
