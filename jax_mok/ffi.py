@@ -161,7 +161,7 @@ class Operands:
 
 
 def forward(spec: CallSpec, topology, ids, ops: Operands, *, save: bool):
-    """y [T, H] in x's dtype, and the saved gate|up projections ([macrobatch_rows, 2I], or a scalar)."""
+    """y [T, H] in the dtype of x, and the saved gate|up ([macrobatch_rows, 2I], or a scalar)."""
     intermediate = ops.w_gate.shape[-1]
     saved_shape = (spec.macrobatch_rows, 2 * intermediate) if save else ()
     results = [

@@ -64,9 +64,15 @@ def _experts(x, local_ids, weights, ops: Operands, activation: Activation, ragge
     group_sizes = jnp.zeros(num_local + 1, jnp.int32).at[key].add(1)[:num_local]
 
     def ragged(rows, w):
-        return ragged_dot(
-            rows, w.astype(rows.dtype), group_sizes, preferred_element_type=jnp.float32
-        )
+        try:
+            return ragged_dot(
+                rows, w.astype(rows.dtype), group_sizes, preferred_element_type=jnp.float32
+            )
+        except NotImplementedError as e:
+            raise NotImplementedError(
+                f'implementation="xla" cannot be vmapped like this ({e}): put the batch dims into '
+                'the leading dims of x, or use implementation="fused".'
+            ) from e
 
     def bias(b):
         return b.astype(jnp.float32)[jnp.minimum(expert, num_local - 1)]

@@ -35,15 +35,19 @@ MESHES = {
 }
 
 
-def specs(tokens):
-    shared = jax_mok.SharedExpert(P(), P(), P(), tokens)
+def specs(tokens, case=None):
+    """Of the differentiable arguments; without `case`, those of a layer with everything."""
     expert = P("expert")
-    return (tokens, tokens, expert, expert, expert, (expert,) * 3, shared)
+    biases, shared = (expert,) * 3, jax_mok.SharedExpert(P(), P(), P(), tokens)
+    if case is not None:
+        biases = biases if case.biases is not None else None
+        shared = shared if case.shared is not None else None
+    return (tokens, tokens, expert, expert, expert, biases, shared)
 
 
 def placed(case, mesh, tokens):
     put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
-    args = jax.tree.map(put, case.args, specs(tokens))
+    args = jax.tree.map(put, case.args, specs(tokens, case))
     return args, put(case.ids, tokens)
 
 
@@ -97,9 +101,22 @@ def test_experts_over_two_axes(case, want, implementation):
 
 
 def test_every_device_holds_all_experts(case, want, implementation):
+    """Plain data parallelism: the experts' gradients are summed over the devices."""
     mesh = cases.mesh((8,), ("data",))
-    result = case.value_and_grads(mesh=mesh, expert_axis=None, implementation=implementation)
-    cases.assert_close(result, want, EXACT)
+    tokens = P("data")
+    shared = jax_mok.SharedExpert(P(), P(), P(), tokens)
+    everywhere = (tokens, tokens, P(), P(), P(), (P(),) * 3, shared)
+    put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
+    args, ids = jax.tree.map(put, case.args, everywhere), put(case.ids, tokens)
+    cotangent = put(case.cotangent, tokens)
+
+    @jax.jit
+    def run(args, ids, cotangent):
+        layer = lambda a: case.call(a, ids=ids, expert_axis=None, implementation=implementation)
+        y, vjp = jax.vjp(layer, args)
+        return y, vjp(cotangent)[0]
+
+    cases.assert_close(run(args, ids, cotangent), want, EXACT)
 
 
 @pytest.mark.parametrize("tokens", [P("data"), P(("data", "expert")), P(None, "data"), P()])
