@@ -32,51 +32,70 @@ __device__ inline void meet_peers(const ForwardParams& p, const Watch& watch, in
   if (threadIdx.x == 0) store_release_gpu(&watch.control->verdict, good ? kSum : kFail);
 }
 
-// y[token][8 columns] = sum over the slots in use of weight * result, then the shared experts.
-MOK_DEVICE uint4 sum_slots(const ForwardParams& p, int v, int token, int column) {
-  const Geometry& g = p.geometry;
-  const int num_tokens = g.shape.num_tokens, top_k = g.shape.top_k;
-  const int64_t offset = (int64_t{token} * g.hidden + column) * 2;
-  const int64_t slot_bytes = int64_t{num_tokens} * g.hidden * 2;
-  const char* slots = p.heap(p.rank(v)) + g.heap.slots + offset;
-  const int64_t routing = (int64_t{v} * num_tokens + token) * top_k;
-  const int32_t* ids = p.buffers.expert_ids + routing;
-  const float* weights = p.buffers.expert_weights + routing;
+// Sums of 8 columns, in fp32.
+struct ColumnSums {
   float sum[8] = {};
-  const auto add = [&](const uint4& v4, float weight) {
-    const uint32_t pairs[4] = {v4.x, v4.y, v4.z, v4.w};
+
+  MOK_DEVICE void add(const uint4& value, float weight) {
+    const uint32_t pairs[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       sum[2 * i] = fmaf(weight, bf16_low(pairs[i]), sum[2 * i]);
       sum[2 * i + 1] = fmaf(weight, bf16_high(pairs[i]), sum[2 * i + 1]);
     }
-  };
-  constexpr int kBatch = 8;  // loads in flight
+  }
+  MOK_DEVICE uint4 packed() const {
+    return {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
+            pack_bf16(sum[6], sum[7])};
+  }
+};
+
+// y of one token at 8 columns, and at the 8 columns half a row further: sums over the slots in use
+// of weight * result, in slot order, then the shared experts. All loads of a batch are under way
+// together: even those of the ids, so a slot that is not in use is loaded and left out.
+MOK_DEVICE void sum_slots(const ForwardParams& p, int v, int token, int column) {
+  const Geometry& g = p.geometry;
+  const int num_tokens = g.shape.num_tokens, top_k = g.shape.top_k;
+  const int64_t row = int64_t{v} * num_tokens + token;
+  const int64_t half_row = g.hidden;  // bytes
+  const int64_t slot_bytes = int64_t{num_tokens} * g.hidden * 2;
+  const int64_t offset = (int64_t{token} * g.hidden + column) * 2;
+  const char* slots = p.heap(p.rank(v)) + g.heap.slots + offset;
+  const int32_t* ids = p.buffers.expert_ids + row * top_k;
+  const float* weights = p.buffers.expert_weights + row * top_k;
+  ColumnSums sums[2];
+  constexpr int kBatch = 8;
   for (int first = 0; first < top_k; first += kBatch) {
-    uint4 value[kBatch];
+    uint4 value[kBatch][2];
     float weight[kBatch];
-    bool used[kBatch];
+    int32_t id[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int slot = first + i;
-      used[i] = slot < top_k && ids[slot] >= 0;
-      if (used[i]) {
-        weight[i] = weights[slot];
-        value[i] = load_peer_written(slots + slot * slot_bytes);
+      id[i] = plan::kUnusedSlot;
+      if (first + i < top_k) {
+        const char* slot = slots + (first + i) * slot_bytes;
+        value[i][0] = load_peer_written(slot);
+        value[i][1] = load_peer_written(slot + half_row);
+        id[i] = ids[first + i];
+        weight[i] = weights[first + i];
       }
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      if (used[i]) add(value[i], weight[i]);
+    for (int i = 0; i < kBatch; ++i) {
+      if (id[i] == plan::kUnusedSlot) continue;
+      sums[0].add(value[i][0], weight[i]);
+      sums[1].add(value[i][1], weight[i]);
+    }
   }
   if (g.shared_intermediate > 0) {
-    const float* scale = p.buffers.s_scale;
+    const float scale = p.buffers.s_scale == nullptr ? 1.0f : p.buffers.s_scale[row];
     const char* shared = p.array<char>(g.workspace.shared_y, v) + offset;
-    add(load_peer_written(shared),
-        scale == nullptr ? 1.0f : scale[int64_t{v} * num_tokens + token]);
+    sums[0].add(load_peer_written(shared), scale);
+    sums[1].add(load_peer_written(shared + half_row), scale);
   }
-  return {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
-          pack_bf16(sum[6], sum[7])};
+  char* y = static_cast<char*>(p.buffers.y) + v * slot_bytes + offset;
+  store_global(y, sums[0].packed());
+  store_global(y + half_row, sums[1].packed());
 }
 
 // All threads of all CTAs of the rank, after their work.
@@ -91,13 +110,17 @@ __device__ inline void combine(const ForwardParams& p, const Watch& watch, int v
   }
   __syncthreads();
   const Geometry& g = p.geometry;
-  const bool good = verdict == kSum;
-  const int chunks = g.hidden / 8;
-  const int total = g.shape.num_tokens * chunks;
-  uint4* y = static_cast<uint4*>(p.buffers.y) + int64_t{v} * total;
-  const uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
-  for (int i = cta * blockDim.x + threadIdx.x; i < total; i += g.ctas_per_rank * blockDim.x)
-    y[i] = good ? sum_slots(p, v, i / chunks, i % chunks * 8) : nan;
+  const int first = cta * blockDim.x + threadIdx.x, step = g.ctas_per_rank * blockDim.x;
+  if (verdict == kSum) {
+    const int chunks = g.hidden / 16;  // of 8 columns, in half a row
+    for (int i = first; i < g.shape.num_tokens * chunks; i += step)
+      sum_slots(p, v, i / chunks, i % chunks * 8);
+  } else {
+    const int chunks = g.shape.num_tokens * (g.hidden / 8);
+    uint4* y = static_cast<uint4*>(p.buffers.y) + int64_t{v} * chunks;
+    const uint32_t nan = 0x7fff7fffu;  // two of them
+    for (int i = first; i < chunks; i += step) y[i] = {nan, nan, nan, nan};
+  }
 }
 
 }  // namespace jax_mok::cuda

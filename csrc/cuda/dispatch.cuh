@@ -14,9 +14,13 @@ struct CommBarriers {
 
 // One thread. Worker `id` of `count` takes the units id, id + count, ... in row order, and moves
 // them piece by piece (a piece is a row or a part of one, and fills one buffer). A piece is stored
-// as soon as it is loaded, and its buffer loaded anew once the store has read it.
-// The rows of a unit are signalled together, one unit late: by then their stores have long landed,
-// and nobody waits for the round trip.
+// as soon as it is loaded, and its buffer loaded anew once the store has read it. The rows of a
+// unit are signalled together, one unit late: by then their stores have long landed, and nobody
+// waits for the round trip.
+//
+// A worker that has to wait (for a free place in the ring, or for the row that it is to copy) first
+// stores and signals all it holds. So it only ever waits for work that is earlier in row order than
+// anything it keeps back, and the ring need not be larger than a group.
 class Dispatcher {
  public:
   __device__ Dispatcher(const ForwardParams& p, const Watch& watch, int v, int id, int count,
@@ -40,10 +44,16 @@ class Dispatcher {
     mbarrier_init_fence();
     fence_async_proxy();  // the peers wrote their tokens with ordinary stores
     look_up_route();
-    for (int i = 0; i < unit_.buffers - 2; ++i)
-      if (!load()) return;
     while (storing_.unit < num_units_) {
-      if (!load() || !store()) return;
+      // One buffer is left to the store that may still be reading it.
+      while (in_flight_ < unit_.buffers - 1 && loading_.unit < num_units_ && reached(need()))
+        load();
+      if (in_flight_ > 0) {
+        if (!store()) return;
+      } else {
+        signal_stored();
+        if (!wait(need())) return;
+      }
     }
     signal_stored();
   }
@@ -80,34 +90,51 @@ class Dispatcher {
       next_from_ = routes_[loading_.unit * unit_.rows + loading_.row].from;
   }
 
-  // Asks for the next piece, buffers - 2 pieces ahead of the stores: one buffer is left to the
-  // store that may still be reading it.
-  __device__ bool load() {
-    bulk_wait_read<1>();
-    const Cursor& c = loading_;
-    if (c.unit >= num_units_) return true;
-    if (c.row == 0 && c.part == 0 && !wait_ring_slot(c.unit)) return false;
-    const uint32_t bytes = bytes_of(c);
-    uint64_t* loaded = &barriers_->loaded[c.buffer];
-    mbarrier_arrive_expect(loaded, bytes);
-    bulk_load(buffer_of(c), next_from_ + c.part * unit_.part_bytes, bytes, loaded);
-    advance(loading_);
-    look_up_route();
-    return true;
+  // What the next piece to load waits for: a counter of this rank, or nothing (null).
+  struct Need {
+    const uint32_t* counter;
+    uint32_t target;
+    int slot;
+  };
+  __device__ Need need() const {
+    const plan::Shape& shape = p_.geometry.shape;
+    if (loading_.part > 0) return {nullptr, 0, 0};
+    if (in_ring(next_from_)) {  // a token that this rank has pulled for another expert already
+      const int block = static_cast<int>((next_from_ - ring_) / (int64_t{row_bytes_} * kBlockRows));
+      return {p_.x_full(v_) + block, plan::x_full_target(shape, 0), block};
+    }
+    const int block = block_of(loading_.unit);
+    const int generation = block / shape.ring_blocks;
+    if (loading_.row > 0 || generation == 0) return {nullptr, 0, 0};
+    const int slot = plan::ring_slot(block, shape.ring_blocks);
+    return {p_.x_empty(v_) + slot, plan::x_empty_target(shape, plan::Pass::kForward, generation),
+            slot};
+  }
+  // Copies inside the ring only happen where it holds all blocks: see the plan.
+  __device__ bool in_ring(const char* row) const {
+    return row >= ring_ && row < ring_ + p_.geometry.workspace.x_ring.bytes;
+  }
+  __device__ bool reached(const Need& n) const {
+    return n.counter == nullptr ||
+           static_cast<int32_t>(load_acquire_gpu(n.counter) - n.target) >= 0;
+  }
+  __device__ bool wait(const Need& n) const {
+    return n.counter == nullptr || wait_counter(watch_, n.counter, n.target, FaultPhase::kDispatch,
+                                                loading_.unit * unit_.rows, n.slot);
   }
 
-  __device__ bool wait_ring_slot(int unit) {
-    const plan::Shape& shape = p_.geometry.shape;
-    const int block = block_of(unit);
-    jitter(p_, unit + 1);
-    const int generation = block / shape.ring_blocks;
-    if (generation == 0) return true;
-    const int slot = plan::ring_slot(block, shape.ring_blocks);
-    const uint32_t* counter = p_.x_empty(v_) + slot;
-    const uint32_t target = plan::x_empty_target(shape, plan::Pass::kForward, generation);
-    // Who may wait long must not keep back what others wait for.
-    if (static_cast<int32_t>(load_relaxed_gpu(counter) - target) < 0) signal_stored();
-    return wait_counter(watch_, counter, target, FaultPhase::kDispatch, unit, slot);
+  __device__ void load() {
+    const Cursor& c = loading_;
+    jitter(p_, c.unit + 1);
+    if (c.part == 0 && in_ring(next_from_)) fence_async_proxy();
+    const uint32_t bytes = bytes_of(c);
+    uint64_t* loaded = &barriers_->loaded[c.buffer];
+    bulk_wait_read<1>();
+    mbarrier_arrive_expect(loaded, bytes);
+    bulk_load(buffer_of(c), next_from_ + c.part * unit_.part_bytes, bytes, loaded);
+    ++in_flight_;
+    advance(loading_);
+    look_up_route();
   }
 
   __device__ bool store() {
@@ -126,6 +153,7 @@ class Dispatcher {
     bulk_store(store_to_, buffer_of(c), bytes);
     bulk_commit();
     store_to_ += bytes;  // the pieces of a unit are neighbours in the ring
+    --in_flight_;
     advance(storing_);
     if (storing_.unit == unit) return true;
     // A unit has at least two pieces, so the unit before this one lies at least two stores back.
@@ -157,6 +185,7 @@ class Dispatcher {
   Cursor loading_, storing_;
   const char* next_from_ = nullptr;
   char* store_to_ = nullptr;
+  int in_flight_ = 0;     // pieces loaded or loading, not stored
   int unsignalled_ = -1;  // unit whose stores are issued but not told of
 };
 

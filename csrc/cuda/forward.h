@@ -15,9 +15,8 @@
 
 namespace jax_mok::cuda {
 
-constexpr int kMaxRanks = 128;    // ranks of one expert-parallel group
-constexpr int kMaxTopK = 32;      // slots of a token
-constexpr int kMaxWorkers = 256;  // upper bound of CTAs of a launch
+constexpr int kMaxRanks = 128;  // ranks of one expert-parallel group
+constexpr int kMaxTopK = 32;    // slots of a token
 
 // act(g) * (u + up_offset), with g cut off above and u on both sides at `limit`.
 enum class ActivationKind : int32_t { kSwiglu, kGeglu, kReglu };

@@ -9,7 +9,6 @@
 namespace jax_mok::cuda {
 namespace {
 
-constexpr int kCommWarpsPerDedicatedCta = 12;
 constexpr int kDefaultGroupBlocks = 8;
 constexpr int kDefaultRingBlocks = 96;
 
@@ -56,6 +55,7 @@ WorkspaceLayout make_workspace(const Geometry& g) {
   w.expert_first_block = add(4 * (experts + 1));
   w.block_expert = add(4 * blocks);
   w.routes = add(blocks * kBlockRows * static_cast<int64_t>(sizeof(RowRoute)));
+  w.token_rows = add(ranks > 1 ? 4 * ranks * s.num_tokens * s.top_k : 0);
   w.zero_row = add(hidden_bytes);
   w.x_ring = add(int64_t{s.ring_blocks} * kBlockRows * hidden_bytes);
   w.h = add(int64_t{s.macrobatch_blocks} * kBlockRows * g.intermediate * 2);
@@ -124,8 +124,6 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms) {
     g.comm_ctas_per_rank =
         std::min(std::max(f.num_comm_sms / f.num_virtual_ranks, 1), g.ctas_per_rank - 1);
   g.unit = make_unit(f.hidden);
-  const int comm_warps =
-      g.comm_ctas_per_rank > 0 ? g.comm_ctas_per_rank * kCommWarpsPerDedicatedCta : g.ctas_per_rank;
 
   plan::Shape& s = g.shape;
   s.num_ranks = f.num_ranks;
@@ -136,11 +134,7 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms) {
   s.gate_up_tiles = static_cast<int>(plan::ceil_div(f.intermediate, kGateUpColumns));
   s.down_tiles = static_cast<int>(plan::ceil_div(f.hidden, kTileColumns));
   s.source_order = plan::SourceOrder::kInterleaved;
-  // A worker waits for the ring with at most this unit, the one before, and those its buffers span
-  // not signalled.
-  const int units =
-      2 + static_cast<int>(plan::ceil_div(g.unit.buffers, g.unit.rows * g.unit.parts));
-  s.rows_in_flight = comm_warps * units * g.unit.rows;
+  s.rows_in_flight = 0;  // a worker holds nothing back while it waits for the ring
 
   s.macrobatch_blocks = 1;  // max_blocks does not depend on it
   const int64_t most = std::max<int64_t>(plan::max_blocks(s), 1);
@@ -151,7 +145,11 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms) {
   s.macrobatch_blocks = static_cast<int>(std::clamp<int64_t>(macrobatch, 1, most));
   s.group_blocks = f.minibatch_size > 0 ? blocks_of(f.minibatch_size) : kDefaultGroupBlocks;
   s.group_blocks = std::min(s.group_blocks, s.macrobatch_blocks);
-  const int64_t ring = f.ring_size > 0 ? blocks_of(f.ring_size) : kDefaultRingBlocks;
+  // With several ranks the ring holds a macrobatch, so that a token is pulled once for all its
+  // experts here.
+  const int64_t ring = f.ring_size > 0   ? blocks_of(f.ring_size)
+                       : f.num_ranks > 1 ? s.macrobatch_blocks
+                                         : kDefaultRingBlocks;
   s.ring_blocks = static_cast<int>(std::max(std::min(ring, most), plan::min_ring_blocks(s)));
 
   g.workspace = make_workspace(g);

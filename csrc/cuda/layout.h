@@ -58,11 +58,12 @@ struct WorkspaceLayout {
   Span control;             // RankControl
   Span counters;            // uint32: x_full, x_empty [ring], h_full, h_empty [macrobatch], then
                             // shared_full [shared blocks]
-  Span chunk_counts;        // int32 [ranks][chunks][El]; turned into prefix sums over the chunks
+  Span chunk_counts;        // int32 [ranks][El][chunks]; turned into prefix sums over the chunks
   Span counts;              // int32 [ranks][El]
   Span expert_first_block;  // int32 [El + 1]
   Span block_expert;        // int32 [max_blocks]
   Span routes;              // RowRoute [max_blocks * kBlockRows]
+  Span token_rows;          // int32 [ranks][T, k]: row that a slot got here, or -1
   Span zero_row;            // bf16 [H]: what padding rows are made of
   Span x_ring;              // bf16 [ring * kBlockRows, H]
   Span h;                   // bf16 [macrobatch * kBlockRows, I]

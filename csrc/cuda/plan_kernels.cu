@@ -1,11 +1,12 @@
 // The plan of a rank on the device: a stable counting sort of the ids of all ranks by expert, in
-// four kernels. Rows take the places that csrc/plan gives them; nothing depends on the order in
+// a few kernels. Rows take the places that csrc/plan gives them; nothing depends on the order in
 // which threads run.
 //
 //   publish  copy x and ids into the heap, clear the counters, tell the peers
 //   count    per chunk of ids: check them, count the rows of every local expert
 //   prefix   per (source rank, expert): running sums over the source's chunks
 //   place    blocks of every expert; for every row where it comes from and goes to
+//   share    (several ranks) rows of a token that is pulled for another expert already
 #include "cuda/faults.cuh"
 #include "cuda/plan_kernels.h"
 
@@ -126,8 +127,8 @@ __global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ Fo
   });
   __syncwarp();
   int32_t* out = p.array<int32_t>(g.workspace.chunk_counts, v) +
-                 (int64_t{source} * g.num_chunks + chunk) * num_local;
-  for (int e = lane; e < num_local; e += 32) out[e] = mine[e];
+                 int64_t{source} * num_local * g.num_chunks + chunk;
+  for (int e = lane; e < num_local; e += 32) out[int64_t{e} * g.num_chunks] = mine[e];
 }
 
 // ---- prefix ----
@@ -148,9 +149,7 @@ __global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ F
   const int num_local = g.shape.num_local_experts;
   const int pair = blockIdx.x * kPlanWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (pair >= g.shape.num_ranks * num_local) return;
-  const int source = pair / num_local, e = pair % num_local;
-  int32_t* of_chunk = p.array<int32_t>(g.workspace.chunk_counts, v) +
-                      int64_t{source} * g.num_chunks * num_local + e;
+  int32_t* of_chunk = p.array<int32_t>(g.workspace.chunk_counts, v) + int64_t{pair} * g.num_chunks;
   constexpr int kRounds = 8;  // loads in flight
   int32_t total = 0;
   for (int first = lane; first - lane < g.num_chunks; first += 32 * kRounds) {
@@ -158,13 +157,13 @@ __global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ F
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int chunk = first + 32 * r;
-      rows[r] = chunk < g.num_chunks ? of_chunk[int64_t{chunk} * num_local] : 0;
+      rows[r] = chunk < g.num_chunks ? of_chunk[chunk] : 0;
     }
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int chunk = first + 32 * r;
       const int32_t sum = inclusive_warp_sum(rows[r]);
-      if (chunk < g.num_chunks) of_chunk[int64_t{chunk} * num_local] = total + sum - rows[r];
+      if (chunk < g.num_chunks) of_chunk[chunk] = total + sum - rows[r];
       total += __shfl_sync(0xffffffffu, sum, 31);
     }
   }
@@ -239,14 +238,18 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Fo
   if (chunk >= g.num_chunks) return;
   int32_t* next = shared + num_local + 1 + warp * num_local;  // next[e]: rows placed so far
   const int32_t* before = p.array<int32_t>(g.workspace.chunk_counts, v) +
-                          (int64_t{source} * g.num_chunks + chunk) * num_local;
-  for (int e = lane; e < num_local; e += 32) next[e] = before[e];
+                          int64_t{source} * num_local * g.num_chunks + chunk;
+  for (int e = lane; e < num_local; e += 32) next[e] = before[int64_t{e} * g.num_chunks];
   __syncwarp();
   const int32_t* counts = p.array<int32_t>(g.workspace.counts, v);
   RowRoute* routes = p.array<RowRoute>(g.workspace.routes, v);
   const char* tokens = p.tokens_of(source, v);
   char* slots = p.heap(source) + g.heap.slots;
   const int64_t row_bytes = int64_t{g.hidden} * 2;
+  const int num_ids = s.num_tokens * s.top_k;
+  int32_t* token_rows =
+      s.num_ranks > 1 ? p.array<int32_t>(g.workspace.token_rows, v) + int64_t{source} * num_ids
+                      : nullptr;
   for_each_id(p, v, source, chunk, [&](const int32_t*, int i, int32_t id) {
     const int e = local_expert(p, rank, id);
     // Lanes with the same expert take consecutive places, in lane order.
@@ -256,14 +259,41 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Fo
     __syncwarp();
     if (e >= 0 && earlier == 0) next[e] += __popc(same);
     __syncwarp();
-    if (e < 0) return;
+    if (e < 0) {
+      if (token_rows != nullptr && i < num_ids) token_rows[i] = -1;
+      return;
+    }
     const int token = i / s.top_k, slot = i % s.top_k;
     const int32_t row =
         first_block[e] * kBlockRows +
         plan::row_position(counts + e, num_local, s.num_ranks, source, j, s.source_order);
     routes[row] = {tokens + token * row_bytes,
                    slots + plan::combine_slot(token, slot, s.num_tokens) * row_bytes};
+    if (token_rows != nullptr) token_rows[i] = row;
   });
+}
+
+// ---- share ----
+
+// A token of another rank that several experts here want is pulled once: its later rows are copied
+// from the first one. Only where the ring holds all blocks, so that the first one is still there.
+__global__ void __launch_bounds__(kPlanThreads) share(const __grid_constant__ ForwardParams p) {
+  const Geometry& g = p.geometry;
+  const plan::Shape& s = g.shape;
+  const int source = blockIdx.y, v = blockIdx.z;
+  if (p.control(v)->abort != 0 || source == p.rank(v)) return;
+  const int num_blocks = p.array<int32_t>(g.workspace.expert_first_block, v)[s.num_local_experts];
+  if (num_blocks > s.ring_blocks) return;
+  const int num_ids = s.num_tokens * s.top_k;
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= num_ids) return;
+  const int32_t* rows = p.array<int32_t>(g.workspace.token_rows, v) + int64_t{source} * num_ids;
+  if (rows[i] < 0) return;
+  const int slot = i % s.top_k;
+  const int32_t first = plan::first_use_of(rows + (i - slot), s.top_k, slot, s);
+  if (first < 0) return;
+  p.array<RowRoute>(g.workspace.routes, v)[rows[i]].from =
+      p.array<char>(g.workspace.x_ring, v) + int64_t{first} * g.hidden * 2;
 }
 
 }  // namespace
@@ -276,6 +306,7 @@ cudaError_t prepare_plan_kernels() {
   cudaFuncAttributes attributes;  // asking for them loads a kernel
   if (cudaError_t e = cudaFuncGetAttributes(&attributes, publish)) return e;
   if (cudaError_t e = cudaFuncGetAttributes(&attributes, prefix)) return e;
+  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share)) return e;
   if (cudaError_t e = set_shared(count)) return e;
   return set_shared(place);
 }
@@ -292,6 +323,11 @@ cudaError_t launch_plan(const ForwardParams& p, int num_sms, cudaStream_t stream
   prefix<<<dim3(pair_ctas, ranks), kPlanThreads, 0, stream>>>(p);
   place<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, (kPlanWarps * experts + experts + 1) * 4,
           stream>>>(p);
+  if (sources > 1) {
+    const unsigned num_ids = g.shape.num_tokens * g.shape.top_k;
+    const unsigned id_ctas = (num_ids + kPlanThreads - 1) / kPlanThreads;
+    share<<<dim3(id_ctas, sources, ranks), kPlanThreads, 0, stream>>>(p);
+  }
   return cudaGetLastError();
 }
 

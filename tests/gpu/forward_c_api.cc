@@ -1,7 +1,11 @@
-// The forward's host interface with C linkage, so that Python tests can call it without JAX.
+// The forward's host interface with C linkage, so that Python tests can call it without JAX; and
+// the comparison of a plan that the device made with the one of csrc/plan.
 #include <cstring>
+#include <vector>
 
 #include "cuda/forward.h"
+#include "cuda/layout.h"
+#include "plan/host_plan.h"
 
 using namespace jax_mok::cuda;
 
@@ -30,4 +34,54 @@ EXPORT size_t mok_sizeof(int which) {
   const size_t sizes[] = {sizeof(ForwardFacts), sizeof(ForwardBuffers), sizeof(TestHooks),
                           sizeof(Status)};
   return sizes[which];
+}
+
+// Rows, blocks and experts of all virtual ranks' plans that differ from csrc/plan's. `workspace` is
+// a copy, on the host, of the workspace after a call; ids are those of all ranks, on the host.
+// *shared_rows = rows that were to be copied from an earlier row of the same token.
+EXPORT long mok_plan_mismatches(const ForwardFacts* facts, int num_sms,
+                                const ForwardBuffers* buffers, const char* workspace,
+                                const int32_t* ids, long* shared_rows) {
+  namespace plan = jax_mok::plan;
+  const Geometry g = make_geometry(*facts, num_sms);
+  const WorkspaceLayout& w = g.workspace;
+  const int64_t row_bytes = int64_t{g.hidden} * 2;
+  std::vector<const int32_t*> ids_of_rank;
+  for (int r = 0; r < facts->num_ranks; ++r)
+    ids_of_rank.push_back(ids + int64_t{r} * facts->num_tokens * facts->top_k);
+  long wrong = 0;
+  *shared_rows = 0;
+  for (int v = 0; v < facts->num_ranks; ++v) {
+    const plan::HostPlan want = plan::build(g.shape, ids_of_rank.data(), v);
+    const auto at = [&](const Span& span) { return workspace + span.offset + v * span.bytes; };
+    const auto device = [&](const Span& span) {
+      return static_cast<const char*>(buffers->workspace) + span.offset + v * span.bytes;
+    };
+    const int32_t* first_block = reinterpret_cast<const int32_t*>(at(w.expert_first_block));
+    for (size_t e = 0; e < want.expert_first_block.size(); ++e)
+      wrong += first_block[e] != want.expert_first_block[e];
+    const int32_t* block_expert = reinterpret_cast<const int32_t*>(at(w.block_expert));
+    for (int b = 0; b < want.num_blocks(); ++b) wrong += block_expert[b] != want.block_expert[b];
+    const RowRoute* routes = reinterpret_cast<const RowRoute*>(at(w.routes));
+    for (size_t row = 0; row < want.rows.size(); ++row) {
+      const plan::RowSource& source = want.rows[row];
+      const char* from = device(w.zero_row);
+      const char* to = nullptr;
+      if (!plan::is_padding(source)) {
+        const char* heap = static_cast<const char*>(buffers->heaps[source.rank]);
+        to = heap + g.heap.slots +
+             row_bytes * plan::combine_slot(source.token, source.slot, facts->num_tokens);
+        from = heap + g.heap.x + row_bytes * source.token;
+        if (source.rank == v) {
+          from = static_cast<const char*>(buffers->x) +
+                 row_bytes * (int64_t{v} * facts->num_tokens + source.token);
+        } else if (want.first_use[row] >= 0 && want.num_blocks() <= g.shape.ring_blocks) {
+          from = device(w.x_ring) + row_bytes * want.first_use[row];
+          ++*shared_rows;
+        }
+      }
+      wrong += routes[row].from != from || routes[row].to != to;
+    }
+  }
+  return wrong;
 }

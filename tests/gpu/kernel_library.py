@@ -156,6 +156,7 @@ class Kernels:
         self.lib = ctypes.CDLL(str(path))
         self.lib.mok_workspace_bytes.restype = ctypes.c_size_t
         self.lib.mok_heap_bytes.restype = ctypes.c_size_t
+        self.lib.mok_plan_mismatches.restype = ctypes.c_long
         self.lib.mok_sizeof.restype = ctypes.c_size_t
         self.lib.mok_error.restype = ctypes.c_char_p
         for i, struct in enumerate((_Facts, _Buffers, _Hooks)):
@@ -245,18 +246,35 @@ class Call:
             hooks.get("jitter_seed", self.settings.jitter_seed),
             hooks.get("absent_rank", self.settings.absent_rank),
         )
-        refs = map(ctypes.byref, (self.facts,))
-        self.kernels._ok(
-            self.kernels.lib.mok_launch(
-                *refs, 0, ctypes.byref(self.buffers), self._stream(), ctypes.byref(hooks)
-            )
+        code = self.kernels.lib.mok_launch(
+            ctypes.byref(self.facts),
+            0,
+            ctypes.byref(self.buffers),
+            self._stream(),
+            ctypes.byref(hooks),
         )
+        self.kernels._ok(code)
 
     def faults(self):
         """Status records with a fault, as dicts; clears them."""
         records = self.status.tolist()
         self.status.zero_()
         return [dict(zip(STATUS_FIELDS, r)) for r in records if r[0] != 0]
+
+    def plan_mismatches(self):
+        """Entries of the last call's device plan that differ from csrc/plan's, and rows shared."""
+        workspace = self.workspace.cpu()
+        ids = self.inputs["expert_ids"].cpu()
+        shared_rows = ctypes.c_long()
+        wrong = self.kernels.lib.mok_plan_mismatches(
+            ctypes.byref(self.facts),
+            self.kernels.sms,
+            ctypes.byref(self.buffers),
+            ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.c_void_p(ids.data_ptr()),
+            ctypes.byref(shared_rows),
+        )
+        return wrong, shared_rows.value
 
     def run(self, **hooks):
         """One call; returns y and fails on any fault."""
