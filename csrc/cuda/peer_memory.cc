@@ -29,10 +29,11 @@ std::string current_device(int* device) {
 }
 
 // What one device needs while it makes a heap: a stream of its own (XLA's may be capturing, and the
-// legacy stream would wait for them) and host memory that NCCL can reduce in.
+// legacy stream would wait for them) and a few numbers that NCCL can reduce.
 struct Workshop {
   cudaStream_t stream = nullptr;
-  int64_t* votes = nullptr;
+  int64_t* votes = nullptr;         // host memory
+  int64_t* device_votes = nullptr;  // `votes` itself where the device has no memory left at all
 
   std::string open() {
     if (cudaError_t e = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking))
@@ -40,9 +41,15 @@ struct Workshop {
     if (cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&votes), kVotes * sizeof(int64_t),
                                       cudaHostAllocMapped | cudaHostAllocPortable))
       return text("cudaHostAlloc", e);
+    if (cudaMalloc(reinterpret_cast<void**>(&device_votes), kVotes * sizeof(int64_t)) !=
+        cudaSuccess) {
+      cudaGetLastError();
+      device_votes = votes;
+    }
     return "";
   }
   ~Workshop() {
+    if (device_votes != votes) cudaFree(device_votes);
     if (votes != nullptr) cudaFreeHost(votes);
     if (stream != nullptr) cudaStreamDestroy(stream);
   }
@@ -54,14 +61,16 @@ struct Workshop {
 
   // The smallest of every number over all ranks, in `values`.
   std::string smallest(NcclComm* comm, std::vector<int64_t>* values) const {
-    if (comm == nullptr) return "";
     const NcclLibrary& nccl = nccl_library();
+    const size_t count = values->size(), bytes = count * sizeof(int64_t);
     std::copy(values->begin(), values->end(), votes);
-    const int result = nccl.AllReduce(votes, votes, values->size(), NcclLibrary::kInt64,
+    cudaMemcpyAsync(device_votes, votes, bytes, cudaMemcpyDefault, stream);
+    const int result = nccl.AllReduce(device_votes, device_votes, count, NcclLibrary::kInt64,
                                       NcclLibrary::kMin, comm, stream);
     std::string problem = nccl.finish(result, comm, "ncclAllReduce");
+    cudaMemcpyAsync(votes, device_votes, bytes, cudaMemcpyDefault, stream);
     if (problem.empty()) problem = wait();
-    std::copy(votes, votes + values->size(), values->begin());
+    std::copy(votes, votes + count, values->begin());
     return problem;
   }
 };
