@@ -37,8 +37,7 @@ def moe(
     ids = expert_ids.reshape(tokens.shape[0], -1)
     weights = wide(expert_weights).reshape(ids.shape)
 
-    y = jnp.zeros(tokens.shape, dtype)
-    for expert in range(w_gate.shape[0]):
+    def add_expert(y, expert):
         gate, up = dot(tokens, w_gate[expert]), dot(tokens, w_up[expert])
         if biases is not None:
             gate, up = gate + wide(biases[0][expert]), up + wide(biases[1][expert])
@@ -49,7 +48,10 @@ def moe(
         weight = jnp.where(chosen, weights, 0).sum(-1, keepdims=True)
         # `where`, not a product with 0: a NaN that this expert would make of a token that did not
         # choose it must not reach the token.
-        y = y + jnp.where(chosen.any(-1, keepdims=True), weight * out, 0)
+        return y + jnp.where(chosen.any(-1, keepdims=True), weight * out, 0), None
+
+    y = jnp.zeros(tokens.shape, dtype)
+    y, _ = jax.lax.scan(add_expert, y, jnp.arange(w_gate.shape[0]))
     if shared is not None:
         out = dot(act(dot(tokens, shared.w_gate), dot(tokens, shared.w_up)), shared.w_down)
         y = y + (out if shared.gate is None else wide(shared.gate).reshape(-1, 1) * out)

@@ -19,6 +19,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import pytest
 
+# Programs here are many and small: compiling them well costs more than running them badly.
+jax.config.update("jax_disable_most_optimizations", True)
+
 hypothesis = pytest.importorskip("hypothesis")
 hypothesis.settings.register_profile(
     "repeatable", deadline=None, max_examples=25, derandomize=True, database=None

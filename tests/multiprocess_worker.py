@@ -63,6 +63,7 @@ def step(args, ids, cotangent):
 
 result = step(args, ids, cotangent)
 replicated = jax.jit(lambda t: t, out_shardings=NamedSharding(mesh, P()))(result)
+jax.block_until_ready(replicated)  # before any process leaves: the sums need all of them
 if rank == 0:
     leaves = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(replicated)]
     np.savez(out, *leaves, used=used)

@@ -48,14 +48,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most of the time goes into compiling small programs: without LLVM's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def tokens(*shape, seed=0):
     return np.random.default_rng((seed, *shape)).normal(size=shape).astype(np.float32)
 

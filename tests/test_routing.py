@@ -18,14 +18,6 @@ from jax.sharding import PartitionSpec as P
 import jax_mok
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most of the time goes into compiling small programs: without LLVM's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.lru_cache(None)
 def _compiled(static):
     return jax.jit(lambda logits, arrays: jax_mok.route(logits, **dict(static), **arrays))
