@@ -414,7 +414,8 @@ def _topology_operand(topology) -> jax.Array:
         # All devices of the program meet at the call, so that all of them fail if one has to.
         place = [rank, group, index(topology.all_axes), jnp.int32(0)]
     else:
-        place = [rank, group, rank, group]
+        # Other groups may live in other processes: each is a meeting of its own.
+        place = [rank, jnp.int32(0), rank, group]
     return jnp.stack([jnp.asarray(p, jnp.int32) for p in place])
 
 
