@@ -160,6 +160,8 @@ class Dispatcher {
     bulk_wait<2>();
     if (unsignalled_ >= 0) signal(unsignalled_);
     unsignalled_ = unit;
+    // The first group is waited for by everybody.
+    if (block_of(unit) < p_.geometry.shape.group_blocks) signal_stored();
     return true;
   }
 

@@ -7,6 +7,8 @@
 
 namespace jax_mok::cuda {
 
+constexpr int kStagingBytes = 16 * 64 * 2;  // per consumer warp
+
 MOK_DEVICE float sigmoid(float z) {
   float e, r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.4426950408889634f));
@@ -40,59 +42,30 @@ MOK_DEVICE float activate(const Activation& a, float g, float u) {
   }
 }
 
-// A warp's piece of shared memory: a panel on its way from fragments to rows, and where the rows go
-// (null: nowhere).
-struct Staging {
-  uint8_t panel[16 * 128];
-  char* row_to[16];
-};
-
-// A warp's finished rows, packed, which it has not stored yet. They are stored panel by panel (64
-// columns) while the products of the next tile run, so the tensor cores do not wait for it.
-struct HeldRows {
-  uint32_t words[4][16];  // [panel]: fragments of column groups 0..7, two words each
-  int panels = 0;
-  int next = 0;  // panels: all stored; panels + 1: besides, the next rows' places are looked up
-};
-
-// One panel: fragments become rows in shared memory, then every lane stores 16 bytes of four rows.
-MOK_DEVICE void store_panel(const uint32_t (&words)[16], int panel, Staging& staging) {
+// 16 rows x 64 columns. fragment(j, words) gives the packed pairs of column groups j and j + 1
+// (rows r and r + 8 of each). In the end lane l holds, for i = 0..3, the 16 bytes = 8 columns l % 8
+// of row 4 i + l / 8, and calls store(i, value).
+template <typename Fragment, typename Store>
+MOK_DEVICE void write_panel(uint8_t* staging, Fragment fragment, Store store) {
   const int lane = threadIdx.x % 32;
   {
     const int row = lane & 15, group = lane >> 4;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2)
+    for (int j = 0; j < 8; j += 2) {
+      uint32_t w[4];
+      fragment(j, w);
       // 16-byte chunks are swizzled by the row: no bank is hit twice by a matrix.
-      store_matrix_x4(staging.panel + row * 128 + (((j + group) ^ (row & 7)) << 4), words[2 * j],
-                      words[2 * j + 1], words[2 * j + 2], words[2 * j + 3]);
+      store_matrix_x4(staging + row * 128 + (((j + group) ^ (row & 7)) << 4), w[0], w[1], w[2],
+                      w[3]);
+    }
   }
   __syncwarp();
-#pragma unroll 1
+#pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = i * 4 + lane / 8, chunk = lane & 7;
-    const uint4 value = load_shared(staging.panel + row * 128 + ((chunk ^ (row & 7)) << 4));
-    char* to = staging.row_to[row];
-    if (to != nullptr) store_global(to + panel * 128 + chunk * 16, value);
+    store(i, load_shared(staging + row * 128 + ((chunk ^ (row & 7)) << 4)));
   }
   __syncwarp();
-}
-
-// `stored` hears of the last one.
-MOK_DEVICE void store_next_panel(HeldRows& held, Staging& staging, uint64_t* stored) {
-  switch (held.next) {  // registers have no addresses: each panel is code of its own
-    case 0:
-      store_panel(held.words[0], 0, staging);
-      break;
-    case 1:
-      store_panel(held.words[1], 1, staging);
-      break;
-    case 2:
-      store_panel(held.words[2], 2, staging);
-      break;
-    default:
-      store_panel(held.words[3], 3, staging);
-  }
-  if (++held.next == held.panels && threadIdx.x % 32 == 0) mbarrier_arrive(stored);
 }
 
 // Bias of the thread's two columns of group j.
@@ -101,42 +74,79 @@ MOK_DEVICE float2 bias_pair(const __nv_bfloat16* bias, int j) {
   return {bf16_low(pair), bf16_high(pair)};
 }
 
-// Hidden activations of a warp's 16 rows. Biases are read only if not kPlain, and may be null then.
+// Hidden activations of a warp's 16 rows. `hidden` is the first row's first column of the tile.
+// Biases are read only if not kPlain, and may be null then.
 template <ActivationKind kKind, bool kPlain>
-MOK_DEVICE void hold_hidden(HeldRows& held, const float (&d)[128], const Activation& activation,
-                            const __nv_bfloat16* b_gate, const __nv_bfloat16* b_up) {
+MOK_DEVICE void store_hidden(const float (&d)[128], const Activation& activation, char* hidden,
+                             int row_bytes, int columns_left, const __nv_bfloat16* b_gate,
+                             const __nv_bfloat16* b_up, uint8_t* staging) {
+  const int lane = threadIdx.x % 32;
+  char* const mine = hidden + lane / 8 * row_bytes + lane % 8 * 16;
 #pragma unroll
-  for (int group = 0; group < 16; ++group) {
-    float2 bg = {0.0f, 0.0f}, bu = {0.0f, 0.0f};
-    if (!kPlain && b_gate != nullptr) {
-      bg = bias_pair(b_gate, group);
-      bu = bias_pair(b_up, group);
-    }
-    float h[4];
+  for (int panel = 0; panel < 2; ++panel) {
+    if (panel * 64 >= columns_left) break;
+    write_panel(
+        staging,
+        [&](int j, uint32_t (&w)[4]) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float gate = d[group * 4 + e], up = d[64 + group * 4 + e];
-      if constexpr (!kPlain) {
-        gate += e % 2 ? bg.y : bg.x;
-        up += e % 2 ? bu.y : bu.x;
-      }
-      h[e] = activate<kKind, kPlain>(activation, gate, up);
-    }
-    held.words[group / 8][group % 8 * 2] = pack_bf16(h[0], h[1]);
-    held.words[group / 8][group % 8 * 2 + 1] = pack_bf16(h[2], h[3]);
+          for (int i = 0; i < 2; ++i) {
+            const int group = panel * 8 + j + i;
+            float2 bg = {0.0f, 0.0f}, bu = {0.0f, 0.0f};
+            if (!kPlain && b_gate != nullptr) {
+              bg = bias_pair(b_gate, group);
+              bu = bias_pair(b_up, group);
+            }
+            float h[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float gate = d[group * 4 + e], up = d[64 + group * 4 + e];
+              if constexpr (!kPlain) {
+                gate += e % 2 ? bg.y : bg.x;
+                up += e % 2 ? bu.y : bu.x;
+              }
+              h[e] = activate<kKind, kPlain>(activation, gate, up);
+            }
+            w[2 * i] = pack_bf16(h[0], h[1]);
+            w[2 * i + 1] = pack_bf16(h[2], h[3]);
+          }
+        },
+        [&](int i, uint4 value) { store_global(mine + i * 4 * row_bytes + panel * 128, value); });
   }
 }
 
-// Results of a warp's 16 rows.
+// Results of a warp's 16 rows. Lanes r and r + 16 hold where row r goes (its first column of the
+// tile), null for a padding row.
 template <bool kBias>
-MOK_DEVICE void hold_results(HeldRows& held, const float (&d)[128], const __nv_bfloat16* b_down) {
+MOK_DEVICE void store_results(const float (&d)[128], char* to, int columns_left,
+                              const __nv_bfloat16* b_down, uint8_t* staging) {
+  const int lane = threadIdx.x % 32;
+  char* row_to[4];  // of the rows that this lane stores
 #pragma unroll
-  for (int group = 0; group < 32; ++group) {
-    const float* y = &d[group * 4];
-    float2 b = {0.0f, 0.0f};
-    if constexpr (kBias) b = bias_pair(b_down, group);
-    held.words[group / 8][group % 8 * 2] = pack_bf16(y[0] + b.x, y[1] + b.y);
-    held.words[group / 8][group % 8 * 2 + 1] = pack_bf16(y[2] + b.x, y[3] + b.y);
+  for (int i = 0; i < 4; ++i)
+    row_to[i] = reinterpret_cast<char*>(
+        __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(to), i * 4 + lane / 8));
+#pragma unroll
+  for (int panel = 0; panel < 4; ++panel) {
+    if (panel * 64 >= columns_left) break;
+    write_panel(
+        staging,
+        [&](int j, uint32_t (&w)[4]) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float* y = &d[(panel * 8 + j + i) * 4];
+            if constexpr (kBias) {
+              const float2 b = bias_pair(b_down, panel * 8 + j + i);
+              w[2 * i] = pack_bf16(y[0] + b.x, y[1] + b.y);
+              w[2 * i + 1] = pack_bf16(y[2] + b.x, y[3] + b.y);
+            } else {
+              w[2 * i] = pack_bf16(y[0], y[1]);
+              w[2 * i + 1] = pack_bf16(y[2], y[3]);
+            }
+          }
+        },
+        [&](int i, uint4 value) {
+          if (row_to[i] != nullptr) store_global(row_to[i] + panel * 128 + lane % 8 * 16, value);
+        });
   }
 }
 

@@ -13,12 +13,12 @@ namespace {
 
 // Registers per thread: 168 at launch (65536 / 384); the consumers' accumulators need more.
 constexpr int kLaunchRegisters = 168;
-constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = 224;
+constexpr int kProducerRegisters = 72;
+constexpr int kConsumerRegisters = 216;
 
 struct ComputeStorage {
   Stages stages;
-  Staging staging[kConsumerWarps];
+  uint8_t staging[kConsumerWarps][kStagingBytes];
   uint8_t comm[kCommBufferBytes];
   StageBarriers stage_barriers;
   TileRing ring;
@@ -39,96 +39,66 @@ MOK_DEVICE const __nv_bfloat16* bias_at(const void* bias, int64_t index) {
   return bias == nullptr ? nullptr : static_cast<const __nv_bfloat16*>(bias) + index;
 }
 
-// Where row `row` of a tile's block goes: the first of the tile's columns there, or null.
-MOK_DEVICE char* destination(const ForwardParams& p, const Tile& tile, int v, int row) {
+// Where row `row` of a down tile's block goes: its combine slot, or the shared experts' output, at
+// the tile's first column. Null for padding, and for tiles that have no results.
+MOK_DEVICE char* result_row(const ForwardParams& p, const Tile& tile, int v, int row) {
   const Geometry& g = p.geometry;
   const int64_t block_row = int64_t{tile.block} * kBlockRows + row;
-  const int64_t hidden_row = int64_t{tile.h_slot} * kBlockRows + row;
-  switch (tile.work) {
-    case Work::kGateUp:
-      return p.array<char>(g.workspace.h, 0) +
-             (hidden_row * g.intermediate + tile.n * kGateUpColumns) * 2;
-    case Work::kSharedGateUp:
-      return p.array<char>(g.workspace.shared_h, 0) +
-             (hidden_row * g.shared_intermediate + tile.n * kGateUpColumns) * 2;
-    case Work::kDown: {
-      char* to = p.array<RowRoute>(g.workspace.routes, v)[block_row].to;
-      return to == nullptr ? nullptr : to + tile.n * kTileColumns * 2;
-    }
-    default:
-      if (block_row >= g.shape.num_tokens) return nullptr;
-      return p.array<char>(g.workspace.shared_y, v) +
-             (block_row * g.hidden + tile.n * kTileColumns) * 2;
-  }
+  char* to = nullptr;
+  if (tile.work == Work::kDown)
+    to = p.array<RowRoute>(g.workspace.routes, v)[block_row].to;
+  else if (tile.work == Work::kSharedDown && block_row < g.shape.num_tokens)
+    to = p.array<char>(g.workspace.shared_y, v) + block_row * g.hidden * 2;
+  return to == nullptr ? nullptr : to + tile.n * kTileColumns * 2;
 }
 
-// The barrier of the tile before the one at the cursor.
-MOK_DEVICE uint64_t* before(uint64_t (&barriers)[kTileRing], const RingCursor& at) {
-  return &barriers[at.slot == 0 ? kTileRing - 1 : at.slot - 1];
-}
-
-// One consumer warp: 16 rows of a block. A tile's rows are held back in registers and stored during
-// the next tile; if that one has to be waited for, at once: it may be waiting for the rows held.
+// One consumer warp: multiplies and stores 16 rows of every tile.
 template <ActivationKind kKind>
 MOK_DEVICE void run_consumer(const ForwardParams& p, ComputeStorage& storage, int v, int warp,
                              const volatile uint32_t* cta_abort) {
   const Geometry& g = p.geometry;
   const int warpgroup = warp / 4 - 1, lane = threadIdx.x % 32;
-  const int warp_row = warpgroup * 64 + warp % 4 * 16;
-  Staging& staging = storage.staging[warp - 4];
+  const int warp_row = warpgroup * 64 + warp % 4 * 16;  // first of the warp's rows in the block
+  uint8_t* staging = storage.staging[warp - 4];
   TileRing& ring = storage.ring;
   StageCursor from;
-  HeldRows held;
   float d[128];
-  RingCursor at;
-  for (;; at.advance()) {
+  for (RingCursor at;; at.advance()) {
     if (!wait_barrier(&ring.known[at.slot], at.parity, cta_abort)) break;
-    const Tile& tile = ring.tiles[at.slot];  // not overwritten before its rows are stored
-    const Work work = tile.work;
-    if (work == Work::kEnd) break;
+    const Tile tile = ring.tiles[at.slot];
+    if (tile.work == Work::kEnd) break;
+    // Looked up now, needed after the product.
+    char* const to = result_row(p, tile, v, warp_row + lane % 16);
 
-    // What there is to do beside the product: the rows of the tile before, then where this tile's
-    // go.
-    const auto step = [&] {
-      if (held.next < held.panels) {
-        store_next_panel(held, staging, before(ring.done, at));
-      } else if (held.next == held.panels) {
-        if (lane < 16) staging.row_to[lane] = destination(p, tile, v, warp_row + lane);
-        ++held.next;
-      }
-    };
-    const auto all_steps = [&] {
-      while (held.next <= held.panels) step();
-    };
-    multiply(d, storage.stages, storage.stage_barriers, from, tile.k_blocks, warpgroup, cta_abort,
-             all_steps, step);
-    all_steps();  // where the product was too short for them
+    multiply(d, storage.stages, storage.stage_barriers, from, tile.k_blocks, warpgroup, cta_abort);
 
-    const bool shared = work == Work::kSharedGateUp || work == Work::kSharedDown;
-    if (work == Work::kGateUp || work == Work::kSharedGateUp) {
+    if (tile.work == Work::kGateUp || tile.work == Work::kSharedGateUp) {
+      const bool shared = tile.work == Work::kSharedGateUp;
       const int columns = shared ? g.shared_intermediate : g.intermediate;
       const int column = tile.n * kGateUpColumns;
+      char* hidden = p.array<char>(shared ? g.workspace.shared_h : g.workspace.h, 0) +
+                     ((int64_t{tile.h_slot} * kBlockRows + warp_row) * columns + column) * 2;
       if (p.plain_activation) {
-        hold_hidden<kKind, true>(held, d, p.activation, nullptr, nullptr);
+        store_hidden<kKind, true>(d, p.activation, hidden, columns * 2, columns - column, nullptr,
+                                  nullptr, staging);
       } else {
         const int64_t first = int64_t{tile.expert} * columns + column;
-        hold_hidden<kKind, false>(held, d, p.activation,
-                                  shared ? nullptr : bias_at(p.buffers.b_gate, first),
-                                  shared ? nullptr : bias_at(p.buffers.b_up, first));
+        store_hidden<kKind, false>(d, p.activation, hidden, columns * 2, columns - column,
+                                   shared ? nullptr : bias_at(p.buffers.b_gate, first),
+                                   shared ? nullptr : bias_at(p.buffers.b_up, first), staging);
       }
-      held.panels = min(2, (columns - column) / kColumnUnit);
     } else {
       const int column = tile.n * kTileColumns;
-      if (shared || p.buffers.b_down == nullptr)
-        hold_results<false>(held, d, nullptr);
+      if (tile.work == Work::kSharedDown || p.buffers.b_down == nullptr)
+        store_results<false>(d, to, g.hidden - column, nullptr, staging);
       else
-        hold_results<true>(held, d,
-                           bias_at(p.buffers.b_down, int64_t{tile.expert} * g.hidden + column));
-      held.panels = min(4, (g.hidden - column) / kColumnUnit);
+        store_results<true>(d, to, g.hidden - column,
+                            bias_at(p.buffers.b_down, int64_t{tile.expert} * g.hidden + column),
+                            staging);
     }
-    held.next = 0;
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&ring.done[at.slot]);
   }
-  while (held.next < held.panels) store_next_panel(held, staging, before(ring.done, at));
 }
 
 template <ActivationKind kKind>
@@ -140,8 +110,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + kSwizzleAlignment - 1) &
                                  ~uintptr_t{kSwizzleAlignment - 1});
   const Geometry& g = p.geometry;
-  const int v = cta_index() / g.ctas_per_rank;
-  const int cta = cta_index() % g.ctas_per_rank;
+  const int v = blockIdx.x / g.ctas_per_rank;
+  const int cta = blockIdx.x % g.ctas_per_rank;
   const int num_compute = compute_ctas(g);
   // Uniform in the warp, and known to be to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -195,11 +165,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       registers_decrease<kLaunchRegisters>();
     }
   }
-  // Nothing is kept from above: the consumers have no registers to spare.
-  const int rank_here = cta_index() / g.ctas_per_rank;
-  combine(p, make_watch(p, rank_here, &cta_abort), rank_here, cta_index() % g.ctas_per_rank);
+  // Not kept from above: the consumers have no registers to spare.
+  combine(p, make_watch(p, v, &cta_abort), v, cta);
   // Loads that were under way when the call was given up must land before the CTA's memory goes.
-  if (cta_abort != 0) __nanosleep(1000000);
+  if (cta_abort != 0 && !given_up) __nanosleep(1000000);
 }
 
 }  // namespace

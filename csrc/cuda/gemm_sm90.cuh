@@ -70,27 +70,23 @@ __device__ inline void run_loader(const ForwardParams& p, Stages& stages, StageB
 }
 
 // The product of a tile, by one consumer warpgroup (0 or 1). Stages are given back one behind, when
-// their products are known to have read them. meanwhile() is called while products run, and
-// idle() if the first stage is not there yet. After an abort it runs on with whatever the stages
+// their products are known to have read them. After an abort it runs on with whatever the stages
 // hold, without waiting: leaving a loop with products in flight would cost the compiler's
 // pipelining.
-template <typename Idle, typename Meanwhile>
 MOK_DEVICE void multiply(float (&d)[128], const Stages& stages, StageBarriers& barriers,
                          StageCursor& from, int k_blocks, int warpgroup,
-                         const volatile uint32_t* cta_abort, Idle idle, Meanwhile meanwhile) {
+                         const volatile uint32_t* cta_abort) {
   const bool leader = threadIdx.x % 32 == 0;
-  if (!mbarrier_test_wait(&barriers.full[from.stage], from.parity)) idle();
   int previous = -1;
   for (int k = 0; k < k_blocks; ++k, from.advance()) {
     wait_barrier(&barriers.full[from.stage], from.parity, cta_abort);
-    const uint64_t a = descriptor_k_major(stages.a[from.stage] + warpgroup * (kABytes / 2));
-    const uint64_t b = descriptor_n_major(stages.b[from.stage]);
+    const uint32_t a = descriptor_k_major(stages.a[from.stage] + warpgroup * (kABytes / 2));
+    const uint32_t b = descriptor_n_major(stages.b[from.stage]);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTileK / 16; ++i)
       wgmma_64x256x16(d, a + i * kKMajorStepK16, b + i * kNMajorStepK16, (k | i) != 0);
     wgmma_commit();
-    meanwhile();
     if (previous >= 0) {
       wgmma_wait<1>();
       if (leader) mbarrier_arrive(&barriers.empty[previous]);

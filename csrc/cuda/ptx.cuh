@@ -21,13 +21,6 @@ MOK_DEVICE bool elect_one() {
   return elected != 0;
 }
 
-// As blockIdx.x, but read anew every time: a register that nobody holds in between.
-MOK_DEVICE int cta_index() {
-  int i;
-  asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(i));
-  return i;
-}
-
 MOK_DEVICE uint64_t global_timer_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -59,18 +52,6 @@ MOK_DEVICE bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
-// True if the phase has ended; does not sleep.
-MOK_DEVICE bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.b32 %0, 1, 0, p;\n}"
       : "=r"(done)
       : "r"(shared_address(barrier)), "r"(parity)

@@ -8,24 +8,25 @@
 
 namespace jax_mok::cuda {
 
-// Shared memory descriptors. Offsets are in units of 16 bytes; bit 62 selects the 128-byte swizzle.
-constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-MOK_DEVICE uint64_t matrix_start(const void* p) { return (shared_address(p) & 0x3ffff) >> 4; }
+// Shared memory descriptors. The lower word holds the start address in units of 16 bytes and the
+// leading offset, the upper one the stride between groups of 8 rows and the kind of swizzle. Only
+// the address varies, so it alone is computed: a descriptor is passed as its lower word.
+constexpr uint32_t kSwizzle128 = 1u << 30;
+constexpr uint32_t kDescriptorHigh = 1024 >> 4 | kSwizzle128;  // 8 rows of 128 bytes
+MOK_DEVICE uint32_t matrix_start(const void* p) { return (shared_address(p) & 0x3ffff) >> 4; }
 
-// K-major (row of A = 64 contiguous k values = 128 bytes): groups of 8 rows are 1024 bytes apart.
-// The next 16 k values begin 32 bytes further.
-MOK_DEVICE uint64_t descriptor_k_major(const void* p) {
-  return matrix_start(p) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | kSwizzle128;
-}
-constexpr uint64_t kKMajorStepK16 = 32 >> 4;
+// K-major (row of A = 64 contiguous k values = 128 bytes). The next 16 k values begin 32 bytes
+// further.
+MOK_DEVICE uint32_t descriptor_k_major(const void* p) { return matrix_start(p) | 1u << 16; }
+constexpr uint32_t kKMajorStepK16 = 32 >> 4;
 
 // N-major (row of B = one k value, 64 contiguous columns = 128 bytes): 64 k rows make a panel of
-// 8 KB, the next 64 columns are the next panel; groups of 8 k rows are 1024 bytes apart. The next
-// 16 k values begin 16 rows = 2048 bytes further.
-MOK_DEVICE uint64_t descriptor_n_major(const void* p) {
-  return matrix_start(p) | uint64_t{8192 >> 4} << 16 | uint64_t{1024 >> 4} << 32 | kSwizzle128;
+// 8 KB, the next 64 columns are the next panel. The next 16 k values begin 16 rows = 2048 bytes
+// further.
+MOK_DEVICE uint32_t descriptor_n_major(const void* p) {
+  return matrix_start(p) | (8192u >> 4) << 16;
 }
-constexpr uint64_t kNMajorStepK16 = 2048 >> 4;
+constexpr uint32_t kNMajorStepK16 = 2048 >> 4;
 
 MOK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MOK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -37,9 +38,10 @@ MOK_DEVICE void wgmma_wait() {
 // Thread t of the warpgroup holds, for each group g of 8 columns, rows r = t / 4 % 8 + 16 * (t /
 // 32) and r + 8, columns 8 g + t % 4 * 2 and the next: d[4 g] and d[4 g + 1] of row r, d[4 g + 2]
 // and d[4 g + 3] of row r + 8. A is K-major, B N-major. accumulate = false overwrites D.
-MOK_DEVICE void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+MOK_DEVICE void wgmma_64x256x16(float (&d)[128], uint32_t a, uint32_t b, bool accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\n"
+      "mov.b64 a, {%128, %131};\nmov.b64 b, {%129, %131};\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15, "
@@ -57,7 +59,7 @@ MOK_DEVICE void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, bool ac
       "%104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, "
       "%120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 1;\n}"
+      "}, a, b, p, 1, 1, 0, 1;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
@@ -77,7 +79,7 @@ MOK_DEVICE void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, bool ac
         "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)), "n"(kDescriptorHigh));
 }
 
 }  // namespace jax_mok::cuda

@@ -292,7 +292,7 @@ def make_inputs(torch, problem, routing="uniform", unused=0.0, seed=0):
     tokens = p.ranks * p.tokens
 
     def normal(*shape, scale=1.0, dtype=torch.bfloat16):
-        return (torch.randn(shape, generator=gen, device="cuda") * scale).to(dtype)
+        return torch.randn(shape, generator=gen, device="cuda", dtype=dtype).mul_(scale)
 
     popularity = torch.zeros(p.experts, device="cuda")
     if routing == "zipf":
