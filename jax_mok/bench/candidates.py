@@ -37,8 +37,9 @@ def _step(layer, backward: bool):
 
 def fused(problem: Problem, backward: bool):
     mesh = problem.mesh()
+    config = jax_mok.Config(minibatch_size=problem.minibatch)
     try:
-        layer = functools.partial(jax_mok.moe, mesh=mesh, implementation="fused")
+        layer = functools.partial(jax_mok.moe, mesh=mesh, config=config, implementation="fused")
         jax.eval_shape(layer, *problem.arguments())
     except ValueError as e:
         raise Unavailable(str(e)) from e

@@ -22,6 +22,7 @@ class Problem:
     ranks: int
     dtype: str = "bfloat16"
     routing: str = "uniform"
+    minibatch: int | None = None  # jax_mok's Config.minibatch_size
     seed: int = 0
 
     @property

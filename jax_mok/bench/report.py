@@ -66,29 +66,23 @@ def save(name: str, record: dict[str, Any], folder: pathlib.Path) -> pathlib.Pat
 
 
 def plot(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Bars: milliseconds of each candidate, one group for each problem."""
+    """Milliseconds: lines over what was swept (tokens or minibatch), else bars per problem."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     problems = record["problems"]
-    names = [r["candidate"] for r in problems[0]["rows"]]
-    figure, axes = plt.subplots(
-        1, len(problems), figsize=(1.5 + 2.6 * len(problems), 3.4), squeeze=False
-    )
-    for axis, problem in zip(axes[0], problems):
-        rows = {r["candidate"]: r for r in problem["rows"] if "ms" in r}
-        bars = [rows[n]["ms"] if n in rows else 0 for n in names]
-        colors = ["C0" if n == "jax_mok" else "0.7" for n in names]
-        axis.bar(names, bars, color=colors)
-        for x, value in enumerate(bars):
-            axis.text(x, value, f"{value:.3g}" if value else "n/a", ha="center", va="bottom")
-        axis.axhline(problem["floor_ms"], color="C3", linewidth=1, linestyle="--")
-        axis.set_title(problem["title"], fontsize=8)
-        axis.set_ylabel("ms")
-        axis.margins(y=0.15)
-        axis.tick_params(axis="x", labelrotation=20)
+    swept = [
+        field
+        for field in ("tokens", "minibatch")
+        if len({p["problem"][field] for p in problems}) == len(problems) > 1
+        and None not in {p["problem"][field] for p in problems}
+    ]
+    if swept:
+        figure = _lines(plt, problems, swept[0])
+    else:
+        figure = _bars(plt, problems)
     env = record["environment"]
     figure.suptitle(
         f"{env['devices']} x {env['device']}, jax {env['jax']}, {env['date']}; dashed: floor",
@@ -97,3 +91,50 @@ def plot(record: dict[str, Any], path: pathlib.Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _candidates(problems) -> list[str]:
+    """Those that ran anywhere, in order."""
+    rows = [row for problem in problems for row in problem["rows"] if "ms" in row]
+    return list(dict.fromkeys(row["candidate"] for row in rows))
+
+
+def _bars(plt, problems):
+    names = _candidates(problems)
+    figure, axes = plt.subplots(
+        1, len(problems), figsize=(2 + 3 * len(problems), 3.6), squeeze=False
+    )
+    for axis, problem in zip(axes[0], problems):
+        times = {row["candidate"]: row["ms"] for row in problem["rows"] if "ms" in row}
+        colors = ["C0" if name == "jax_mok" else "0.7" for name in names]
+        axis.bar(names, [times.get(name, 0) for name in names], color=colors)
+        for x, name in enumerate(names):
+            text = f"{times[name]:.3g}" if name in times else "not run"
+            axis.text(x, times.get(name, 0), text, ha="center", va="bottom", fontsize=8)
+        axis.axhline(problem["floor_ms"], color="C3", linewidth=1, linestyle="--")
+        axis.set_title(problem["title"].replace("; ", "\n"), fontsize=7)
+        axis.set_ylabel("ms")
+        axis.margins(y=0.15)
+        axis.tick_params(axis="x", labelrotation=20)
+    return figure
+
+
+def _lines(plt, problems, field: str):
+    figure, axis = plt.subplots(figsize=(6, 4))
+    for name in _candidates(problems):
+        points = [
+            (problem["problem"][field], row["ms"])
+            for problem in problems
+            for row in problem["rows"]
+            if row["candidate"] == name and "ms" in row
+        ]
+        axis.plot(*zip(*points), marker="o", label=name)
+    floor = [(problem["problem"][field], problem["floor_ms"]) for problem in problems]
+    axis.plot(*zip(*floor), color="C3", linestyle="--", linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel({"tokens": "tokens per rank", "minibatch": "minibatch rows"}[field])
+    axis.set_ylabel("ms")
+    axis.set_title(problems[0]["title"].replace("; ", "\n"), fontsize=7)
+    axis.legend()
+    return figure

@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=None, help="tokens per rank")
     parser.add_argument("--ranks", type=int, help="expert-parallel ranks; default: all devices")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    parser.add_argument(
+        "--minibatch", type=int, nargs="+", default=[None], help="rows; default: chosen by jax_mok"
+    )
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -62,9 +65,11 @@ def main(args: argparse.Namespace) -> int:
     ranks = args.ranks or len(jax.devices())
     tokens = args.tokens or ([512] if on_cpu else [8192])
     problems = [
-        Problem(dataclasses.replace(known[n], **changes), t, ranks, dtype, args.routing)
+        Problem(dataclasses.replace(known[n], **changes), t, ranks, dtype, routing, minibatch)
         for n in names
         for t in tokens
+        for routing in args.routing
+        for minibatch in args.minibatch
     ]
     ceiling = timing.matmul_ceiling(jnp.dtype(dtype))
     print(f"{report.environment()}\nmatmul ceiling: {ceiling:.4g} TFLOP/s per device ({dtype})")
@@ -125,4 +130,5 @@ def _measure(problem: Problem, args, ceiling: float, *, shared_device: bool) -> 
         )
     rows.sort(key=lambda r: list(CANDIDATES).index(r["candidate"]))
     report.print_table(title, rows)
-    return {"title": title, "floor_ms": floor, "rows": rows, **dataclasses.asdict(problem)}
+    facts = dataclasses.asdict(problem) | {"shape": dataclasses.asdict(shape)}
+    return {"title": title, "floor_ms": floor, "rows": rows, "problem": facts}
