@@ -1,8 +1,11 @@
 // Makes heaps, agrees on them with the other ranks, and keeps them until the process ends.
 #include "cuda/peer_memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -100,6 +103,7 @@ using DomainKey = std::tuple<int, NcclComm*, int, int>;  // device, communicator
 struct Registry {
   std::mutex mutex;
   std::map<DomainKey, std::unique_ptr<Domain>> domains;
+  std::map<int64_t, std::shared_ptr<LocalMeeting>> meetings;  // by the name of the heap's group
 };
 Registry& registry() {
   static Registry* const instance = new Registry;
@@ -195,6 +199,24 @@ const char kNoPeerAccess[] =
     "peer-to-peer link), and NCCL found that they do not. See `python -m jax_mok doctor`; "
     "implementation=\"xla\" runs without. Found: ";
 
+// A number that no other rank, of this process or another, is likely to come up with.
+int64_t unlikely_number(const PeerHeap* heap) {
+  const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+  uint64_t x = static_cast<uint64_t>(now) ^ reinterpret_cast<uintptr_t>(heap) ^
+               static_cast<uint64_t>(getpid()) << 32 ^ static_cast<uint64_t>(heap->rank) << 20;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return static_cast<int64_t>(x >> 1);
+}
+
+void join_meeting(int64_t name, PeerHeap* heap) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  std::shared_ptr<LocalMeeting>& meeting = registry().meetings[name];
+  if (meeting == nullptr) meeting = std::make_shared<LocalMeeting>();
+  meeting->join();
+  heap->meeting = meeting;
+}
+
 // Collective over the ranks of `comm`: every rank gets the same verdict, so none is left waiting.
 std::string build(PeerHeap* heap, NcclComm* comm, int generation) {
   Workshop shop;
@@ -207,7 +229,8 @@ std::string build(PeerHeap* heap, NcclComm* comm, int generation) {
     return problem;
   }
   const int64_t bytes = static_cast<int64_t>(heap->bytes);
-  std::vector<int64_t> votes = {problem.empty(), bytes, -bytes, generation, -generation};
+  std::vector<int64_t> votes = {problem.empty(), bytes,       -bytes,
+                                generation,      -generation, unlikely_number(heap)};
   if (std::string failed = shop.smallest(comm, &votes); !failed.empty()) return failed;
   if (votes[1] != -votes[2] || votes[3] != -votes[4]) {
     release(heap, comm);
@@ -222,6 +245,9 @@ std::string build(PeerHeap* heap, NcclComm* comm, int generation) {
                                  mebibytes(heap->bytes) + "; see its message"
                            : problem;
   }
+
+  join_meeting(votes[5],
+               heap);  // the smallest proposal is the same for all; the next vote is later
 
   // Registering is a meeting of all ranks: once it returns, everybody's control words are cleared.
   NcclWindow* window = nullptr;
@@ -254,6 +280,24 @@ std::string check_need(const HeapNeed& need, int* rank) {
 }
 
 }  // namespace
+
+void LocalMeeting::join() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++expected_;
+}
+
+void LocalMeeting::meet(double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const uint64_t round = round_;
+  if (++arrived_ == expected_) {
+    arrived_ = 0;
+    ++round_;
+    all_here_.notify_all();
+    return;
+  }
+  const auto over = [&] { return round_ != round; };
+  if (!all_here_.wait_for(lock, std::chrono::duration<double>(seconds), over)) --arrived_;
+}
 
 std::string make_heap(const HeapNeed& need, const PeerHeap** heap) {
   int device, rank;

@@ -6,14 +6,17 @@
 // it is plain device memory. Heaps are made in XLA's Initialize stage only, where no kernel of this
 // program runs yet, by all ranks of a group alike; all calls of a (device, group) share them.
 //
-// A heap never moves and is never given back before the process ends: captured command buffers hold
-// its address, and each rank decides by itself when to capture again. A call whose needs no heap
-// meets yet gets a new, larger one, and which one a call uses depends on nothing but the sizes that
-// were asked for until then, in their order, which is the same on all ranks.
+// A heap never moves and is never given back before the process ends: calls that are under way, on
+// this device or a peer, use it. A call whose needs no heap meets yet gets a new, larger one, and
+// which one a call uses depends on nothing but the sizes that were asked for until then, in their
+// order, which is the same on all ranks.
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -21,6 +24,21 @@
 #include "cuda/nccl_library.h"
 
 namespace jax_mok::cuda {
+
+// Where the host threads of a group's devices in this process wait for each other.
+class LocalMeeting {
+ public:
+  void join();  // once for every device, before any of them meets
+
+  // Returns when all have come, or after `seconds`: who is missing then shows on the device.
+  void meet(double seconds);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  int expected_ = 0, arrived_ = 0;
+  uint64_t round_ = 0;
+};
 
 struct PeerHeap {
   int device = 0;
@@ -31,6 +49,7 @@ struct PeerHeap {
   size_t used = 0;               // the most that a call has asked for
   std::vector<void*> addresses;  // heap of every rank
   Status* status = nullptr;      // [num_virtual_ranks], host memory that the device can write
+  std::shared_ptr<LocalMeeting> meeting;  // null with one rank or virtual ranks
 };
 
 struct HeapNeed {

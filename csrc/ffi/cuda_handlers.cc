@@ -3,10 +3,17 @@
 // Prepare asks XLA for the communicator of the ranks and loads every kernel, Initialize makes the
 // peer heap, Execute launches. Execute never allocates, synchronises or loads anything: a peer's
 // kernel may be waiting for ours by then, and the driver for the peer's.
+//
+// What others do in the same process counts too: a cudaMalloc, or the first use of a kernel, by the
+// host thread of one device can wait for the kernel of another, with the driver's lock held, so
+// that a third cannot launch what that kernel waits for. So the threads of a group's devices meet
+// before they launch a call and again after it; between the two none does anything else.
 #include "ffi/cuda_handlers.h"
 
 #include <exception>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "cuda/peer_memory.h"
@@ -74,9 +81,22 @@ xffi::Error no_communicators() {
       "with the plugin that jax[cuda13] installs");
 }
 
+// Once for every device: later calls must not touch the driver, see above.
 xffi::Error load_kernels() {
-  const cudaError_t e = cuda::prepare_module();
-  if (e == cudaSuccess) return xffi::Error::Success();
+  static std::mutex mutex;
+  static std::set<int> loaded;
+  int device = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (e == cudaSuccess && loaded.count(device) != 0) return xffi::Error::Success();
+  }
+  if (e == cudaSuccess) e = cuda::prepare_module();
+  if (e == cudaSuccess) {
+    std::lock_guard<std::mutex> lock(mutex);
+    loaded.insert(device);
+    return xffi::Error::Success();
+  }
   cudaGetLastError();
   return failed(std::string("the kernels cannot run on this GPU, they are for Hopper (compute "
                             "capability 9.0): ") +
@@ -140,7 +160,12 @@ xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicat
     return error;
   for (int r = 0; r < call->facts.num_ranks; ++r) buffers.heaps[r] = heap->addresses[r];
   buffers.status = heap->status;
+  const auto meet = [&] {
+    if (heap->meeting != nullptr) heap->meeting->meet(call->facts.start_timeout_seconds);
+  };
+  meet();
   e = cuda::launch_forward(call->facts, heap->rank, buffers, stream, call->hooks);
+  meet();
   if (e == cudaSuccess) return xffi::Error::Success();
   cudaGetLastError();
   return failed(std::string("the launch failed: ") + cudaGetErrorString(e));
@@ -176,13 +201,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxMokForwardCudaInitialize, jax_mok::ffi::initialize_guarded,
     xla::ffi::Ffi::BindInitialize().Ctx<jax_mok::ffi::MaybeCommunicators>().Attrs());
-// Everything that changes between calls (epochs, counters) lives on the device, so a captured call
-// can be replayed without asking us.
+// Without the trait that lets XLA capture it in command buffers: the host threads could not meet,
+// since each decides by itself when to capture again, and captured commands are ordered by the
+// buffers they touch, of which XLA does not know the heap that two calls share.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCuda, jax_mok::ffi::execute_guarded,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<jax_mok::ffi::MaybeCommunicators>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                                  .Attrs());

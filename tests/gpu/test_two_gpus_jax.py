@@ -2,6 +2,7 @@
 weights gathered next to it, with one rank late or missing.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -24,6 +25,8 @@ from jax_mok import _cuda
 
 pytestmark = pytest.mark.gpu2
 
+# A hang becomes an error that says who waits for what, before the test runner gives up.
+QUICK = jax_mok.Config(timeout_seconds=15)
 FLAGS = {
     "default": "--xla_gpu_autotune_level=0",
     "latency hiding": "--xla_gpu_autotune_level=0 --xla_gpu_enable_latency_hiding_scheduler=true",
@@ -50,9 +53,13 @@ def placed(case, mesh):
     return jax.tree.map(put, case.args), put(case.ids)
 
 
-def run_on(mesh, case, **options):
+def fused(case, args, ids, config=QUICK):
+    return case.call(args, ids=ids, implementation="fused", config=config)
+
+
+def run_on(mesh, case, config=QUICK):
     args, ids = placed(case, mesh)
-    y = jax.jit(lambda a, i: case.call(a, ids=i, implementation="fused", **options))(args, ids)
+    y = jax.jit(lambda a, i: fused(case, a, i, config))(args, ids)
     return np.asarray(jax_mok.synchronize(y))
 
 
@@ -75,22 +82,23 @@ def test_permuted_mesh():
 def test_settings_give_the_same_bits():
     case = make(2048, 1024, 384, 32, 8, routing="zipf")
     first = run_on(two_gpus(), case)
-    for config in (
-        jax_mok.Config(fwd_num_comm_sms=12),
-        jax_mok.Config(minibatch_size=256, macrobatch_size=1024),
+    for settings in (
+        dict(fwd_num_comm_sms=12),
+        dict(minibatch_size=256, macrobatch_size=1024),
     ):
-        cases.assert_same_bits(run_on(two_gpus(), case, config=config), first, str(config))
+        config = dataclasses.replace(QUICK, **settings)
+        cases.assert_same_bits(run_on(two_gpus(), case, config), first, str(settings))
 
 
 def test_calls_that_do_not_depend_on_each_other():
     case, mesh = make(256, 256, 128, 16, 4), two_gpus()
     args, ids = placed(case, mesh)
-    call = lambda x: case.call((x, *args[1:]), ids=ids, implementation="fused")
-    many = jax.jit(lambda x: [call(x * (i + 1)) for i in range(12)])
+    call = lambda x, rest, ids: fused(case, (x, *rest), ids)
+    many = jax.jit(lambda x, rest, ids: [call(x * (i + 1), rest, ids) for i in range(12)])
     one = jax.jit(call)
     for _ in range(3):
-        for i, y in enumerate(jax_mok.synchronize(many(args[0]))):
-            cases.assert_same_bits(y, one(args[0] * (i + 1)), f"call {i}")
+        for i, y in enumerate(jax_mok.synchronize(many(args[0], args[1:], ids))):
+            cases.assert_same_bits(y, one(args[0] * (i + 1), args[1:], ids), f"call {i}")
 
 
 def beside_collectives(case, mesh):
@@ -100,7 +108,7 @@ def beside_collectives(case, mesh):
         x, total = args[0], jnp.zeros((), jnp.float32)
         ys = []
         for i in range(8):
-            ys.append(case.call((x * (i + 1), *args[1:]), ids=ids, implementation="fused"))
+            ys.append(fused(case, (x * (i + 1), *args[1:]), ids))
             scaled = x.astype(jnp.float32) * (i + 1)
             total += jax.lax.psum(jnp.sum(scaled), "expert")
             total += jnp.sum(jax.lax.all_gather(scaled, "expert", tiled=True))
@@ -117,12 +125,13 @@ def test_beside_collectives():
     case, mesh = make(512, 512, 256, 16, 4), two_gpus()
     args, ids = placed(case, mesh)
     program = beside_collectives(case, mesh)
-    one = jax.jit(lambda x: case.call((x, *args[1:]), ids=ids, implementation="fused"))
+    one = jax.jit(lambda x, rest, ids: fused(case, (x, *rest), ids))
+    wanted = [np.asarray(one(args[0] * (i + 1), args[1:], ids)) for i in range(8)]
     for _ in range(5):
         ys, total = jax_mok.synchronize(program(args, ids))
         assert np.isfinite(np.asarray(total))
-        for i in range(8):
-            cases.assert_same_bits(ys[:, i], one(args[0] * (i + 1)), f"call {i}")
+        for i, y in enumerate(np.moveaxis(np.asarray(ys), 1, 0)):
+            cases.assert_same_bits(np.ascontiguousarray(y), wanted[i], f"call {i}")
 
 
 def fsdp_step(case, mesh, layers):
@@ -139,7 +148,7 @@ def fsdp_step(case, mesh, layers):
 
         def layer(x, w):
             x = jax.nn.gelu(x @ w)
-            return x + case.call((x, *experts), ids=ids, implementation="fused"), None
+            return x + fused(case, (x, *experts), ids), None
 
         y, _ = jax.lax.scan(jax.checkpoint(layer), x, dense)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
@@ -165,23 +174,23 @@ def test_fsdp_step():
 def test_bad_id_fails_on_every_rank():
     case, mesh = make(100, 256, 128, 16, 4), two_gpus()
     args, ids = placed(case, mesh)
-    call = jax.jit(lambda i: case.call(args, ids=i, implementation="fused"))
-    good = jax_mok.synchronize(call(ids))
-    y = call(ids.at[97, 2].set(99))
+    call = jax.jit(lambda a, i: fused(case, a, i))
+    good = jax_mok.synchronize(call(args, ids))
+    y = call(args, ids.at[97, 2].set(99))
     with pytest.raises(jax_mok.MokError, match=r"expert_ids\[47, 2\] of rank 1 is 99") as error:
         jax_mok.synchronize(y)
     assert "rank 0, phase" in str(error.value) and "rank 1, phase" in str(error.value)
     assert np.isnan(np.asarray(y, np.float32)).all()
-    cases.assert_same_bits(jax_mok.synchronize(call(ids)), good)
+    cases.assert_same_bits(jax_mok.synchronize(call(args, ids)), good)
 
 
 def test_rank_that_never_comes():
     case, mesh = make(100, 256, 128, 16, 4), two_gpus()
     config = jax_mok.Config(timeout_seconds=0.5)
-    good = run_on(mesh, case, config=config)
+    good = run_on(mesh, case, config)
     with _cuda.testing(absent_rank=1), pytest.raises(jax_mok.MokError, match="rank 1 did not come"):
-        run_on(mesh, case, config=config)
-    cases.assert_same_bits(run_on(mesh, case, config=config), good)
+        run_on(mesh, case, config)
+    cases.assert_same_bits(run_on(mesh, case, config), good)
 
 
 @pytest.mark.slow
@@ -192,10 +201,8 @@ def test_jittered_calls():
     first = run_on(mesh, case)
     for seed in range(1, 11):
         with _cuda.testing(jitter_seed=seed, ring_size=128):
-            config = jax_mok.Config(minibatch_size=128, macrobatch_size=512)
-            call = jax.jit(
-                lambda a, i, c=config: case.call(a, ids=i, implementation="fused", config=c)
-            )
+            config = dataclasses.replace(QUICK, minibatch_size=128, macrobatch_size=512)
+            call = jax.jit(lambda a, i, c=config: fused(case, a, i, c))
             differ = jax.jit(lambda y, z: jnp.sum(y != z))
             counts = [differ(call(args, ids), first) for _ in range(1000)]
         assert sum(int(c) for c in jax_mok.synchronize(counts)) == 0, f"seed {seed}"

@@ -37,8 +37,10 @@ def put(array):
 args, ids = jax.tree.map(put, case.args), put(case.ids)
 
 
-def call(**options):
-    function = lambda a, i: case.call(a, ids=i, mesh=mesh, implementation="fused", **options)
+def call(timeout_seconds=15):
+    config = jax_mok.Config(timeout_seconds=timeout_seconds)
+    options = dict(mesh=mesh, implementation="fused", config=config)
+    function = lambda a, i: case.call(a, ids=i, **options)
     return jax_mok.synchronize(jax.jit(function)(args, ids))
 
 
@@ -49,7 +51,7 @@ for _ in range(20):
 error = ""
 with _cuda.testing(absent_rank=0):
     try:
-        call(config=jax_mok.Config(timeout_seconds=0.5))
+        call(timeout_seconds=0.5)
     except jax_mok.MokError as e:
         error = str(e)
 assert mine(call()).tobytes() == first.tobytes(), "the call after the failure"
