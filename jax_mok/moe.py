@@ -118,6 +118,28 @@ def moe(
     return _in_shard_map(run, ids, ops, topology, token_axes, inside=inside)
 
 
+def rank_call(args, activation, expert_axis, config: Config | None):
+    """(spec, topology operand, ids, operands) of the custom calls on one rank's arrays.
+
+    For `jax_mok.ops`: `args` are those of `moe` up to `shared`, local, with x [T, H].
+    """
+    ids, ops = _as_arrays(*args)
+    topology = _topology.find(None, expert_axis, jax.tree.leaves((ops, ids)))
+    if topology.own_axes:
+        raise ValueError(
+            f"the mesh axes {topology.own_axes} are not manual here: call this inside a shard_map "
+            "over the whole mesh, or on one device without a mesh."
+        )
+    if ops.x.ndim != 2:
+        raise ValueError(f"x must have shape [T, H], got {ops.x.shape}.")
+    num_experts = _check(ids, ops, topology, local=True)
+    ffi.register()
+    ids, ops = _vary_alike((ids, ops), topology)
+    act, config = resolve_activation(activation), config or Config()
+    spec = _call_spec(ids, ops, topology, act, config, num_experts)
+    return spec, _topology_operand(topology), ids, ops
+
+
 def _as_arrays(x, expert_ids, expert_weights, w_gate, w_up, w_down, biases, shared):
     """Arguments as (ids, Operands) of JAX arrays; checks only what is needed to get there."""
     named = {

@@ -1,15 +1,20 @@
 """The lower layer: what `moe` is made of, for those who look inside or build their own.
 
 `schedule` is the plan that a call makes of its expert ids, as NumPy arrays. The CPU engine and the
-GPU kernels use the same code for it.
+GPU kernels use the same code for it. `forward` and `backward` are the two custom calls of the CPU
+engine on one rank's arrays, without autodiff around them.
 """
 
 import dataclasses
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jax_mok import _core
+from jax_mok import _core, ffi
+from jax_mok.config import Config, SharedExpert
+from jax_mok.moe import rank_call
 
 SourceOrder = Literal["interleaved", "sequential"]
 
@@ -172,6 +177,111 @@ def schedule(
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Gradients of the arguments of `forward`; None where the argument was None.
+
+    Those of weights that every rank holds (`shared`, or all of them on a mesh with further axes)
+    are this rank's part of the sum.
+    """
+
+    x: jax.Array
+    expert_weights: jax.Array
+    w_gate: jax.Array
+    w_up: jax.Array
+    w_down: jax.Array
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None
+    shared: SharedExpert | None
+
+
+def forward(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    shared: SharedExpert | None = None,
+    activation: Any = "swiglu",
+    expert_axis: str | tuple[str, ...] | None = None,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The forward custom call on one rank's arrays (CPU engine).
+
+    Args:
+      x: [T, H]; the others as for `jax_mok.moe`, all local to the rank.
+      expert_axis: None on one device; inside a `shard_map` in which all mesh axes are manual, the
+        axis over which the experts are sharded.
+      config: `residuals="save"` (the default) asks for what `backward` can use.
+
+    Returns:
+      (y [T, H], saved): saved is float32 [macrobatch rows, 2I], the gate and up projections of the
+      last macrobatch, or None with `residuals="recompute"`.
+    """
+    args = (x, expert_ids, expert_weights, w_gate, w_up, w_down, biases, shared)
+    spec, topology, ids, operands = rank_call(args, activation, expert_axis, config)
+    save = spec.residuals == "save"
+    y, saved = ffi.forward(spec, topology, ids, operands, save=save)
+    return y, saved if save else None
+
+
+def backward(
+    dy: jax.Array,
+    saved: jax.Array | None,
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    shared: SharedExpert | None = None,
+    activation: Any = "swiglu",
+    expert_axis: str | tuple[str, ...] | None = None,
+    config: Config | None = None,
+    weight_grad_dtype: Any = None,
+) -> Gradients:
+    """The backward custom call on one rank's arrays (CPU engine).
+
+    Args:
+      dy: [T, H], dtype of x.
+      saved: what `forward` returned with the same `config`, or None: everything is computed again,
+        to the same bits.
+      weight_grad_dtype: of the gradients of w_gate, w_up, w_down: None = that of x, or float32, in
+        which they are summed.
+      The others as for `forward`.
+    """
+    args = (x, expert_ids, expert_weights, w_gate, w_up, w_down, biases, shared)
+    spec, topology, ids, operands = rank_call(args, activation, expert_axis, config)
+    if dy.shape != operands.x.shape or dy.dtype != operands.x.dtype:
+        raise ValueError(
+            f"dy must be {operands.x.dtype.name} {operands.x.shape} as x, "
+            f"got {dy.dtype.name} {dy.shape}."
+        )
+    rows = (spec.macrobatch_rows, 2 * w_gate.shape[-1])
+    if saved is not None and saved.shape != rows:
+        raise ValueError(
+            f"saved must have shape {rows} (the same config as forward's), got {saved.shape}."
+        )
+    dtype = jnp.dtype(weight_grad_dtype or operands.x.dtype)
+    if dtype not in (operands.x.dtype, jnp.float32):
+        raise ValueError(f"weight_grad_dtype must be None or float32, got {dtype.name}.")
+    grads = ffi.backward(spec, topology, dy, ids, operands, saved, weight_grad_dtype=dtype)
+    return Gradients(
+        grads.x,
+        grads.expert_weights,
+        grads.w_gate,
+        grads.w_up,
+        grads.w_down,
+        grads.biases,
+        None if shared is None else SharedExpert(*grads.shared, grads.shared_gate),
+    )
+
+
 def _ids(expert_ids: Any) -> np.ndarray:
     """`expert_ids` as contiguous int32 [num_ranks, T, k]."""
     ids = np.asarray(expert_ids)
@@ -203,6 +313,9 @@ __all__ = [
     "GRAD_HIDDEN",
     "GRAD_INPUT",
     "GRAD_WEIGHT",
+    "Gradients",
     "Schedule",
+    "backward",
+    "forward",
     "schedule",
 ]
