@@ -1,6 +1,9 @@
 """`moe` under JAX's transformations: remat, scan, vmap, donation, export, the compilation cache."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import cases
 import jax
@@ -237,3 +240,34 @@ def test_closures_and_numpy_arguments(case):
     as_numpy = jax.tree.map(np.asarray, case.args)
     run = functools.partial(case.call, ids=np.asarray(case.ids), implementation="fused")
     cases.assert_same_bits(run(as_numpy), run(case.args))
+
+
+def test_compilation_cache(tmp_path):
+    """A second process takes the program from the cache, and it is the right one."""
+    code = (
+        "import cases, jax, jax_mok\n"
+        "case = cases.make(tokens=(8, 4), biases=True)\n"
+        "grads = jax.jit(jax.grad(lambda a: case.loss(a, mesh=cases.mesh((4,), ('expert',)))))\n"
+        "lowered = grads.lower(case.args)\n"
+        "hits = []\n"
+        "jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))\n"
+        "result = lowered.compile()(case.args)\n"
+        "print(any('cache_hit' in name for name in hits))\n"
+        "print([float(abs(g).sum()).hex() for g in jax.tree.leaves(result)])\n"
+    )
+    env = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+        )
+        for _ in range(2)
+    ]
+    assert all(o.returncode == 0 for o in outputs), outputs[0].stderr + outputs[1].stderr
+    (first, want), (second, got) = (o.stdout.splitlines() for o in outputs)
+    assert (first, second) == ("False", "True")
+    assert got == want
