@@ -39,8 +39,8 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=300)
-    add("--batch", type=int, default=32, help="sequences of a step")
+    add("--steps", type=int, default=500)
+    add("--batch", type=int, default=16, help="sequences of a step")
     add("--length", type=int, default=128, help="bytes of a sequence")
     add("--learning-rate", type=float, default=4e-3, help="at its peak")
     add("--layers", type=int, default=4)
@@ -87,9 +87,9 @@ def make_model(args: argparse.Namespace) -> tuple[ByteLM, nnx.Optimizer]:
     )
     model = ByteLM(config, rngs=nnx.Rngs(args.seed))
     rate = optax.warmup_cosine_decay_schedule(
-        init_value=args.learning_rate / 10,
+        init_value=args.learning_rate / 100,
         peak_value=args.learning_rate,
-        warmup_steps=max(args.steps // 10, 1),
+        warmup_steps=max(args.steps // 20, 1),
         decay_steps=args.steps,
         end_value=args.learning_rate / 10,
     )
@@ -152,10 +152,11 @@ def main():
     if args.batch % mesh.size:
         raise SystemExit(f"--batch must be a multiple of the {mesh.size} devices, got {args.batch}")
 
-    # Everything goes where its metadata says: experts are split, all else is on every device.
-    graph, state = nnx.split(make_model(args))
-    placement = nnx.get_named_sharding(state, mesh)
-    state = jax.device_put(state, placement)
+    # Each device makes the part of the state that its metadata puts there: experts are split, all
+    # else is on every device.
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: make_model(args)))
+    placement = nnx.get_named_sharding(shapes, mesh)
+    state = jax.jit(lambda: nnx.state(make_model(args)), out_shardings=placement)()
     split = NamedSharding(mesh, P(("data", "expert")))
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(placement, None))

@@ -2,6 +2,7 @@
 a mixture of experts."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -36,17 +37,10 @@ class ByteLM(nnx.Module):
         self.embed = nnx.Embed(NUM_BYTES, size, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.layers))
         self.norm = nnx.RMSNorm(size, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(
-            size,
-            NUM_BYTES,
-            use_bias=False,
-            kernel_init=nnx.initializers.zeros_init(),  # all bytes equally likely: 8 bits each
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.head = nnx.Linear(size, NUM_BYTES, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
-        x = self.embed(text)
+        x = self.embed(text) * math.sqrt(self.embed.features)  # variance 1
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)).astype(jnp.float32)

@@ -97,7 +97,7 @@ def print_results(bits: dict[str, float], history: History):
 
 def print_passage(text: bytes):
     text = "".join(
-        c if c.isprintable() or c == "\n" else "�" for c in text.decode(errors="replace")
+        c if c.isprintable() or c == "\n" else "�" for c in text.decode(errors="replace").rstrip()
     )
     code = Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True)
     console.print(Panel(code, title="A passage from the model", width=100))
