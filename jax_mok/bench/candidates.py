@@ -1,7 +1,7 @@
 """Ways to compute the layer: each a function of the same arguments, or a reason why it is not here.
 
-A candidate is `make(problem, backward) -> run`, `run(*arguments)` starting the work and returning
-what has to be waited for. It raises `Unavailable` where it cannot run.
+A candidate is `make(problem, arguments, backward) -> run`, `run(*arguments)` starting the work and
+returning what has to be waited for. It raises `Unavailable` where it cannot run.
 """
 
 import functools
@@ -35,18 +35,18 @@ def _step(layer, backward: bool):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3, 4, 5)))
 
 
-def fused(problem: Problem, backward: bool):
+def fused(problem: Problem, arguments, backward: bool):
     mesh = problem.mesh()
     config = jax_mok.Config(minibatch_size=problem.minibatch)
     try:
         layer = functools.partial(jax_mok.moe, mesh=mesh, config=config, implementation="fused")
-        jax.eval_shape(layer, *problem.arguments())
+        jax.eval_shape(layer, *arguments)
     except ValueError as e:
         raise Unavailable(str(e)) from e
     return _step(layer, backward)
 
 
-def collectives(problem: Problem, backward: bool, ragged_dot=jax.lax.ragged_dot):
+def collectives(problem: Problem, arguments, backward: bool, ragged_dot=jax.lax.ragged_dot):
     ffi.register()
     mesh, spec = problem.mesh(), P("expert")
 
@@ -70,7 +70,7 @@ def collectives(problem: Problem, backward: bool, ragged_dot=jax.lax.ragged_dot)
     return _step(layer, backward)
 
 
-def tokamax(problem: Problem, backward: bool):
+def tokamax(problem: Problem, arguments, backward: bool):
     if importlib.util.find_spec("tokamax") is None:
         raise Unavailable("tokamax is not installed")
     if problem.mesh().devices.flat[0].platform == "cpu":
@@ -80,10 +80,10 @@ def tokamax(problem: Problem, backward: bool):
     def ragged_dot(rows, w, group_sizes, preferred_element_type=None):
         return library.ragged_dot(rows, w, group_sizes).astype(preferred_element_type)
 
-    return collectives(problem, backward, ragged_dot)
+    return collectives(problem, arguments, backward, ragged_dot)
 
 
-def torch_grouped_mm(problem: Problem, backward: bool):
+def torch_grouped_mm(problem: Problem, arguments, backward: bool):
     """PyTorch on one GPU: sort, gather, grouped GEMMs, scatter-add; autograd backwards."""
     if importlib.util.find_spec("torch") is None:
         raise Unavailable("torch is not installed")
@@ -117,11 +117,9 @@ def torch_grouped_mm(problem: Problem, backward: bool):
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         return y.index_add(0, token, out).to(x.dtype)
 
-    converted: list = []
+    converted = [to_torch(a) for a in arguments]
 
-    def run(*arguments):
-        if not converted:
-            converted.extend(map(to_torch, arguments))
+    def run(*_):
         y = layer(*converted)
         if backward:
             for t in converted:

@@ -104,7 +104,7 @@ def _measure(problem: Problem, args, ceiling: float, *, shared_device: bool) -> 
     runs, rows, memory = {}, [], {}
     for name in args.candidates:
         try:
-            run = CANDIDATES[name](problem, args.backward)
+            run = CANDIDATES[name](problem, arguments, args.backward)
             if hasattr(run, "lower"):
                 analysis = run.lower(*arguments).compile().memory_analysis()
                 memory[name] = getattr(analysis, "temp_size_in_bytes", None)
