@@ -20,7 +20,8 @@ import jax
 import pytest
 
 # Programs here are many and small: compiling them well costs more than running them badly.
-jax.config.update("jax_disable_most_optimizations", True)
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_disable_most_optimizations", True)
 
 hypothesis = pytest.importorskip("hypothesis")
 hypothesis.settings.register_profile(
