@@ -4,10 +4,11 @@ import os
 import pathlib
 import sys
 
-# `python -m pytest` puts the source tree first, where the native module is not: test what is
-# installed.
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != _ROOT]
+# Test what is installed, not the source tree, where the native module is not: `python -m pytest`
+# puts it first, and so does a `python -c` that a test starts from there.
+_TESTS = pathlib.Path(__file__).resolve().parent
+sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != _TESTS.parent]
+os.chdir(_TESTS)
 
 # Before JAX is imported. A device machine that asks for another platform keeps it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -259,14 +259,9 @@ def test_compilation_cache(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": os.path.dirname(__file__),
     }
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
-        )
-        for _ in range(2)
-    ]
+    run = functools.partial(subprocess.run, env=env, capture_output=True, text=True)
+    outputs = [run([sys.executable, "-c", code], timeout=120) for _ in range(2)]
     assert all(o.returncode == 0 for o in outputs), outputs[0].stderr + outputs[1].stderr
     (first, want), (second, got) = (o.stdout.splitlines() for o in outputs)
     assert (first, second) == ("False", "True")
