@@ -104,17 +104,20 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 def train(model: ByteLM, optimizer: nnx.Optimizer, inputs: jax.Array, targets: jax.Array):
     """One step, in place. Returns the loss and how many bytes each expert got, [layer, expert]."""
+    layers = [block.moe for block in model.blocks]
+    by_bias = layers[0].selection_bias is not None
 
     def loss_fn(model):
         logits, sown = nnx.capture(model, nnx.Intermediate)(inputs)
         loss = cross_entropy(logits, targets)
-        return loss + router_loss(sown), (loss, jnp.stack(sown_values(sown, "expert_counts")))
+        total = loss + router_loss(sown, load_balance=0.0 if by_bias else 0.01)
+        return total, (loss, jnp.stack(sown_values(sown, "expert_counts")))
 
     grads, (loss, counts) = nnx.grad(loss_fn, has_aux=True)(model)
     optimizer.update(model, grads)
-    for block, block_counts in zip(model.blocks, counts):
-        if block.moe.selection_bias is not None:
-            block.moe.update_selection_bias(block_counts)
+    if by_bias:
+        for layer, layer_counts in zip(layers, counts):
+            layer.update_selection_bias(layer_counts)
     return loss, counts
 
 
@@ -136,11 +139,11 @@ def write_passage(predict, args, *, num_bytes: int = 300, temperature: float = 0
     text = list(args.prompt.encode() or data.END_OF_FILE)
     for _ in range(num_bytes):
         context = text[-args.length :]
-        padded = np.zeros(
-            (1, args.length), np.int32
-        )  # the model is causal: zeros behind are unseen
-        padded[0, : len(context)] = context
-        logits = np.asarray(predict(padded)[0, len(context) - 1]) / temperature
+        # A row for each device, of which the first is used. The model is causal: it does not matter
+        # what stands behind the context.
+        rows = np.zeros((jax.device_count(), args.length), np.int32)
+        rows[0, : len(context)] = context
+        logits = np.asarray(predict(rows)[0, len(context) - 1]) / temperature
         text.append(int(np.argmax(logits + rng.gumbel(size=logits.shape))))
     return bytes(text)
 
@@ -193,10 +196,8 @@ def main():
             checkpoints.save(step + 1, state, history, last=step + 1 == args.steps)
     checkpoints.close()
 
-    predict = functools.partial(logits, state)
-    bits = held_out_bits(
-        lambda inputs: predict(jax.device_put(inputs, split)), held_out_text, training_text, args
-    )
+    predict = lambda inputs: logits(state, jax.device_put(inputs, split))
+    bits = held_out_bits(predict, held_out_text, training_text, args)
     report.print_results(bits, history)
     report.print_passage(write_passage(predict, args))
     report.plot(args.plot, bits, history)

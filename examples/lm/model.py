@@ -61,6 +61,7 @@ class Block(nnx.Module):
             num_shared_experts=config.shared_experts,
             scoring=config.scoring,
             selection_bias=config.balance == "bias",
+            bias_update_rate=0.01,  # ten times the usual: a run here has hundreds of steps
             implementation=config.implementation,
             dtype=config.dtype,
             rngs=rngs,

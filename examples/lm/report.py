@@ -42,7 +42,7 @@ class ProgressBar:
         self.lines_every = max(steps // 10, 1)
         self.tokens_per_step = tokens_per_step
         self.progress = Progress(
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
@@ -67,13 +67,11 @@ class ProgressBar:
         self.timed_from = self.timed_from or (step, now)
         steps, seconds = step - self.timed_from[0], now - self.timed_from[1]
         speed = f"{steps * self.tokens_per_step / seconds:6,.0f}" if steps else "     -"
-        status = (
-            f"loss {history.bits():.3f} bits/byte, {speed} tokens/s, "
-            f"busiest expert {history.load()[-1].max():.2f} x even"
-        )
+        busiest = history.load()[-1].max()
+        status = f"{history.bits():.3f} bits/byte, {speed} tokens/s, busiest expert {busiest:.2f}x"
         self.progress.update(self.task, completed=step, status=status)
         if step == 1 or step % self.lines_every == 0:
-            console.print(f"step {step:5d}: {status}", highlight=False)
+            console.print(f"step {step:5d}: loss {status} even", highlight=False)
 
 
 def print_results(bits: dict[str, float], history: History):
