@@ -177,6 +177,14 @@ def test_float32_falls_back_with_a_reason():
     assert jax_mok.implementation_used(np.zeros((2, 64), np.float32), expert_axis=None) == "xla"
 
 
+def test_several_gpus_have_to_be_asked_for():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("expert",))
+    topology = jax_mok._topology.find(mesh, "expert", ())
+    chosen, reason = runtime.choose(None, topology, jnp.dtype(jnp.bfloat16), 2)
+    assert chosen == "xla" and "has to be asked for" in reason
+    assert runtime.choose("fused", topology, jnp.dtype(jnp.bfloat16), 2)[0] == "fused"
+
+
 def test_reason_says_where_gradients_come_from():
     topology = jax_mok._topology.find(None, None, ())
     chosen, reason = runtime.choose(None, topology, jnp.dtype(jnp.bfloat16), 2)
