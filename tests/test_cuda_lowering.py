@@ -41,6 +41,10 @@ def lowered(function, *args) -> str:
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def fused(args, *, case=MACHINE, **options):
+    return case.call(args, implementation="fused", **options)
+
+
 def calls(text: str) -> list[str]:
     """The custom calls' lines; each is one place in the program that runs the kernel."""
     return [line for line in text.splitlines() if f"@{FORWARD_CUDA}(" in line]
@@ -60,7 +64,7 @@ def on_mesh(mesh, case):
 
 def test_forward_is_one_annotated_call(mesh):
     args, ids = on_mesh(mesh, MACHINE)
-    text = lowered(lambda a, i: MACHINE.call(a, ids=i), args, ids)
+    text = lowered(lambda a, i: fused(a, ids=i), args, ids)
     assert len(calls(text)) == 1 and len(annotated(text)) == 1
     call = calls(text)[0]
     assert "num_ranks = 4 : i64" in call and "num_virtual_ranks = 1 : i64" in call
@@ -75,7 +79,7 @@ def test_groups_follow_the_mesh():
     mesh = cases.mesh((2, 2, 2), ("data", "expert", "model"))
     put = lambda spec: lambda a: jax.device_put(a, NamedSharding(mesh, spec))
     args = jax.tree.map(put(P(("expert",))), MACHINE.args)
-    text = lowered(lambda a, i: MACHINE.call(a, ids=i), args, MACHINE.ids)
+    text = lowered(lambda a, i: fused(a, ids=i), args, MACHINE.ids)
     flat = "0, 2, 1, 3, 4, 6, 5, 7"
     assert f"groups = dense<[{flat}]>" in calls(text)[0]
 
@@ -91,7 +95,7 @@ def test_under_grad_scan_and_checkpoint(mesh):
     args, ids = on_mesh(mesh, MACHINE)
 
     def loss(args, ids):
-        layer = jax.checkpoint(lambda x, a: MACHINE.call((x, *a[1:]), ids=ids).astype(x.dtype))
+        layer = jax.checkpoint(lambda x, a: fused((x, *a[1:]), ids=ids).astype(x.dtype))
         step = lambda x, _: (layer(x, args), None)
         y, _ = jax.lax.scan(step, args[0], None, length=3)
         return jnp.sum(y.astype(jnp.float32))
@@ -115,7 +119,7 @@ def test_gradient_gathers_tokens_not_weights(mesh):
 
 def test_inside_the_callers_shard_map(mesh):
     args, ids = on_mesh(mesh, MACHINE)
-    run = lambda a, i: MACHINE.call(a, ids=i)
+    run = lambda a, i: fused(a, ids=i)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     assert len(annotated(lowered(mapped, args, ids))) == 1
 
@@ -132,7 +136,7 @@ def test_odd_sizes_are_padded_to_the_kernels_unit():
         shared=24,
         shared_gate=True,
     )
-    text = lowered(lambda a: case.call(a), case.args)
+    text = lowered(lambda a: fused(a, case=case), case.args)
     (call,) = calls(text)
     for shape in ("5x128", "4x128x64", "4x64x128", "4x64", "4x128", "128x64", "64x128"):
         assert f"tensor<{shape}xbf16>" in call
@@ -141,7 +145,7 @@ def test_odd_sizes_are_padded_to_the_kernels_unit():
 
 def test_virtual_ranks_share_one_call():
     with _cuda.testing(virtual_ranks=4):
-        text = lowered(lambda a: MACHINE.call(a), MACHINE.args)
+        text = lowered(lambda a: fused(a), MACHINE.args)
     (call,) = calls(text)
     assert "num_ranks = 4 : i64" in call and "num_virtual_ranks = 4 : i64" in call
     assert "num_tokens = 8 : i64" in call and "tensor<8x128x192xbf16>" in call
@@ -149,14 +153,14 @@ def test_virtual_ranks_share_one_call():
 
 def test_virtual_ranks_must_divide():
     with _cuda.testing(virtual_ranks=3), pytest.raises(ValueError, match="3 virtual ranks"):
-        lowered(lambda a: MACHINE.call(a), MACHINE.args)
+        lowered(lambda a: fused(a), MACHINE.args)
 
 
 def test_settings_reach_the_kernel():
     config = jax_mok.Config(
         fwd_num_comm_sms=7, minibatch_size=256, macrobatch_size=4096, timeout_seconds=2.5
     )
-    (call,) = calls(lowered(lambda a: MACHINE.call(a, config=config), MACHINE.args))
+    (call,) = calls(lowered(lambda a: fused(a, config=config), MACHINE.args))
     for setting in (
         "num_comm_sms = 7 : i64",
         "minibatch_size = 256 : i64",
@@ -200,7 +204,7 @@ def test_more_slots_than_the_kernels_take():
 def test_export_for_cuda(mesh):
     args, ids = on_mesh(mesh, MACHINE)
     exported = jax.export.export(
-        jax.jit(lambda a, i: MACHINE.call(a, ids=i)),
+        jax.jit(lambda a, i: fused(a, ids=i)),
         platforms=["cuda"],
         disabled_checks=jax_mok.disabled_safety_checks(),
     )(args, ids)
