@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -13,15 +14,28 @@ namespace {
 class GrowingPool {
  public:
   void run(std::function<void()> task) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (tasks_.size() > idle_)
-      std::thread([this] { work(); }).detach();
-    else
-      wake_.notify_one();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (tasks_.size() < idle_ || start_thread()) {
+        tasks_.push_back(std::move(task));
+        wake_.notify_one();
+        return;
+      }
+    }
+    task();
   }
 
  private:
+  // False where the system has no thread left.
+  bool start_thread() {
+    try {
+      std::thread([this] { work(); }).detach();
+      return true;
+    } catch (const std::system_error&) {
+      return false;
+    }
+  }
+
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {

@@ -13,6 +13,7 @@
 #include <exception>
 #include <list>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace jax_mok::cpu {
@@ -67,10 +68,7 @@ class Pool {
     }
     Job job(body, count, helpers);
     std::unique_lock<std::mutex> lock(mutex_);
-    while (started_ < helpers) {
-      std::thread([this] { work(); }).detach();
-      ++started_;
-    }
+    while (started_ < helpers && start_thread()) ++started_;
     const auto place = jobs_.insert(jobs_.end(), &job);
     lock.unlock();
     for (int i = 0; i < helpers; ++i) wake_.notify_one();
@@ -82,6 +80,16 @@ class Pool {
   }
 
  private:
+  // False where the system has no thread left: then those that there are do the work.
+  bool start_thread() {
+    try {
+      std::thread([this] { work(); }).detach();
+      return true;
+    } catch (const std::system_error&) {
+      return false;
+    }
+  }
+
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {

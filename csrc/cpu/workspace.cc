@@ -17,6 +17,7 @@ constexpr size_t kPage = size_t{2} << 20;
 constexpr size_t kKept = 2;
 
 struct Shelf {
+  Shelf() { free.reserve(kKept); }  // so that putting back never throws
   std::mutex mutex;
   std::vector<std::unique_ptr<Workspace>> free;
 };
