@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <exception>
 #include <new>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "cpu/growing_pool.h"
@@ -83,83 +85,96 @@ class Meeting {
     xffi::Promise promise;
     *future = xffi::Future(promise);
     const int32_t rank = arrival.rank, device = arrival.device;
+    std::vector<Answer> answers;
     std::unique_lock<std::mutex> lock(mutex_);
     ++arrived_;
     const bool last = arrived_ == world_;
     if (expired_) {
-      answer(std::move(promise), expired_);
+      answer(promise, expired_);
       return last;
     }
     Group& group = groups_[arrival.group];
-    if (group.members[rank]) {
+    group.promises.emplace_back(device, std::move(promise));
+    if (group.members[rank]) {  // it may be in use: the group may be computing
       note_fault(device, xffi::Error::InvalidArgument(
                              "jax_mok: topology: two devices say they are rank " +
                              std::to_string(rank) + " of group " + std::to_string(arrival.group)));
-    } else if (!arrival.id_fault.empty()) {
-      note_fault(device, xffi::Error::InvalidArgument("jax_mok.moe: " + arrival.id_fault));
-      group.faulty = true;
-    }
-    group.promises.emplace_back(device, std::move(promise));
-    group.members[rank] = std::move(arrival);
-    if (group.promises.size() == group.members.size()) {
-      if (is_whole(group)) {
-        group.computing = true;
-        ++num_computing_;
-        lock.unlock();
-        std::optional<xffi::Error> problem = compute(group.members);
-        lock.lock();
-        group.computing = false;
-        --num_computing_;
-        if (problem) note_fault(device, *problem);
+    } else {
+      if (!arrival.id_fault.empty()) {
+        note_fault(device, xffi::Error::InvalidArgument("jax_mok.moe: " + arrival.id_fault));
+        group.faulty = true;
       }
-      if (expired_) answer_group(group, device);
+      group.members[rank] = std::move(arrival);
+      if (++group.num_members == group.members.size()) {
+        if (!group.faulty) {
+          group.computing = true;
+          ++num_computing_;
+          lock.unlock();
+          std::optional<xffi::Error> problem = compute(group.members);
+          lock.lock();
+          group.computing = false;
+          --num_computing_;
+          if (problem) note_fault(device, *problem);
+        }
+        if (expired_) take_answers(group, &answers);
+      }
     }
     if (!expired_ && arrived_ == world_ && num_computing_ == 0) {
-      for (Group& each : groups_) answer_group(each, device);
+      for (Group& each : groups_) take_answers(each, &answers);
     }
+    lock.unlock();
+    give(std::move(answers), device);
     return last;
   }
 
   // Everyone that waits gets this error, and so does who comes later. A group that is being
   // computed is answered when that has ended, for until then its buffers are in use.
   void expire(const char* reason) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (expired_ || arrived_ == world_) return;
-    expired_ = xffi::Error(xffi::ErrorCode::kDeadlineExceeded, describe(reason));
-    for (Group& group : groups_)
-      if (!group.computing) answer_group(group, -1);
+    std::vector<Answer> answers;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (expired_ || arrived_ == world_) return;
+      expired_ = xffi::Error(xffi::ErrorCode::kDeadlineExceeded, describe(reason));
+      for (Group& group : groups_)
+        if (!group.computing) take_answers(group, &answers);
+    }
+    give(std::move(answers), -1);
   }
 
  private:
   struct Group {
     std::vector<std::optional<Arrival>> members;              // by rank
     std::vector<std::pair<int32_t, xffi::Promise>> promises;  // with their device
+    size_t num_members = 0;
     bool faulty = false, computing = false;
   };
-
-  static bool is_whole(const Group& group) {
-    if (group.faulty) return false;
-    for (const auto& member : group.members)
-      if (!member) return false;
-    return true;
-  }
+  struct Answer {
+    int32_t device;
+    xffi::Promise promise;
+    std::optional<xffi::Error> error;
+  };
 
   // All devices get the fault of the lowest one, whoever came first.
   void note_fault(int32_t device, xffi::Error error) { faults_.emplace(device, std::move(error)); }
 
+  void take_answers(Group& group, std::vector<Answer>* answers) {
+    std::optional<xffi::Error> error = expired_;
+    if (!error && !faults_.empty()) error = faults_.begin()->second;
+    for (auto& [device, promise] : group.promises)
+      answers->push_back({device, std::move(promise), error});
+    group.promises.clear();
+  }
+
   // The calling device's own promise is answered here: its handler has not returned, so nobody
   // waits on it yet. Any other one may run whatever XLA has queued behind it, collectives included,
   // in the thread that answers, and that must hold up neither this thread nor the next answer.
-  void answer_group(Group& group, int32_t own_device) {
-    std::optional<xffi::Error> error = expired_;
-    if (!error && !faults_.empty()) error = faults_.begin()->second;
-    for (auto& [device, promise] : group.promises) {
-      if (device == own_device)
-        answer(std::move(promise), error);
-      else
-        cpu::run_detached([promise = std::move(promise), error] { answer(promise, error); });
-    }
-    group.promises.clear();
+  // Nor may it happen under the lock: what is behind an answer may be the end of the program.
+  static void give(std::vector<Answer> answers, int32_t own_device) {
+    for (Answer& each : answers)
+      if (each.device == own_device) answer(each.promise, each.error);
+    for (Answer& each : answers)
+      if (each.device != own_device)
+        cpu::run_detached([each = std::move(each)] { answer(each.promise, each.error); });
   }
 
   std::string describe(const char* reason) const {
@@ -193,22 +208,36 @@ class Watch {
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                              std::chrono::duration<double>(std::min(seconds, 1e8)));
     std::lock_guard<std::mutex> lock(mutex_);
+    drop_ended();  // else those of the last ten minutes would pile up
     const bool is_first = deadlines_.empty() || deadline < deadlines_.begin()->first;
     deadlines_.emplace(deadline, meeting);
-    if (!running_) {
-      running_ = true;
-      cpu::run_detached([this] { work(); });
-    } else if (is_first) {
+    if (!running_)
+      start();
+    else if (is_first)
       wake_.notify_one();
-    }
   }
 
  private:
+  // Not on the pool's threads: where the system has none left, a task of the pool runs in its
+  // caller. Then meetings go unwatched until a thread can be had.
+  void start() {
+    try {
+      std::thread([this] { work(); }).detach();
+      running_ = true;
+    } catch (const std::system_error&) {
+    }
+  }
+
+  // From the earliest deadline on, as far as the meetings have ended.
+  void drop_ended() {
+    while (!deadlines_.empty() && deadlines_.begin()->second.expired())
+      deadlines_.erase(deadlines_.begin());
+  }
+
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      while (!deadlines_.empty() && deadlines_.begin()->second.expired())
-        deadlines_.erase(deadlines_.begin());
+      drop_ended();
       if (deadlines_.empty()) {
         wake_.wait(lock);
         continue;
