@@ -345,7 +345,7 @@ def test_float32_gradients_of_bfloat16_weights():
 
 
 def test_no_tokens():
-    layer = Layer(shared=16, biases=True)
+    layer = Layer(shared=16, scaled=True, biases=True)
     attributes = layer.attributes(2)
 
     def local(inputs):

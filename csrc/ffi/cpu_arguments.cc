@@ -251,6 +251,7 @@ class Decoder {
     to.shared.gate = {wide(take_if(in, has_shared_, "s_gate", {h, s})), h, s};
     to.shared.up = {wide(take_if(in, has_shared_, "s_up", {h, s})), h, s};
     to.shared.down = {wide(take_if(in, has_shared_, "s_down", {s, h})), s, h};
+    has_scale_ = !in.is_absent();
     to.shared_scale =
         static_cast<const float*>(in.take_optional("s_scale", {tokens_}, {xffi::DataType::F32}));
   }
@@ -319,8 +320,7 @@ class Decoder {
     to.shared.gate = array(has_shared_, "ds_gate", {h, s}, dtype);
     to.shared.up = array(has_shared_, "ds_up", {h, s}, dtype);
     to.shared.down = array(has_shared_, "ds_down", {s, h}, dtype);
-    const bool has_scale = inputs().shared_scale != nullptr;
-    const cpu::Array d_scale = array(has_scale, "ds_scale", {tokens_}, xffi::DataType::F32);
+    const cpu::Array d_scale = array(has_scale_, "ds_scale", {tokens_}, xffi::DataType::F32);
     to.d_shared_scale = static_cast<float*>(d_scale.data);
   }
 
@@ -360,7 +360,7 @@ class Decoder {
   cpu::Dtype engine_dtype_ = cpu::Dtype::kFloat32;
   int64_t tokens_ = 0, hidden_ = 0, top_k_ = 0, local_experts_ = 0, intermediate_ = 0;
   int64_t shared_intermediate_ = 0, output_saved_rows_ = 0;
-  bool save_ = false, has_biases_ = false, has_shared_ = false;
+  bool save_ = false, has_biases_ = false, has_shared_ = false, has_scale_ = false;
 };
 
 }  // namespace
