@@ -1,5 +1,5 @@
-// The Python module jax_mok._core: the XLA FFI handlers as capsules, the CPU engine's settings and counters, and the
-// routing plan. Importing it starts no backend and loads no other library.
+// The Python module jax_mok._core: the XLA FFI handlers as capsules, the CPU engine's settings and
+// counters, and the routing plan. Importing it starts no backend and loads no other library.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
