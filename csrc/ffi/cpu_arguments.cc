@@ -2,12 +2,12 @@
 #include "ffi/cpu_arguments.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <limits>
 #include <string>
 #include <vector>
 
 #include "cpu/batch.h"
+#include "ffi/arguments.h"
 #include "plan/host_plan.h"
 
 namespace jax_mok::ffi {
@@ -26,36 +26,6 @@ constexpr int64_t kDefaultMacrobatchRows = 8192;
 constexpr int64_t kDefaultMinibatchRows = 512;
 constexpr int64_t kRowsStep = 64;  // the settings above are given in multiples of this
 
-struct Fault {
-  std::string text;
-};
-
-[[noreturn]] void fail(const std::string& text) { throw Fault{"jax_mok: " + text}; }
-
-std::string name_of(xffi::DataType dtype) {
-  switch (dtype) {
-    case xffi::DataType::F32:
-      return "float32";
-    case xffi::DataType::BF16:
-      return "bfloat16";
-    case xffi::DataType::S32:
-      return "int32";
-    default:
-      return "dtype code " + std::to_string(static_cast<int>(dtype));
-  }
-}
-
-template <typename Dims>
-std::string name_of(xffi::DataType dtype, const Dims& dims) {
-  std::string text = name_of(dtype) + " [";
-  bool first = true;
-  for (const int64_t dim : dims) {
-    text += (first ? "" : ", ") + std::to_string(dim);
-    first = false;
-  }
-  return text + "]";
-}
-
 // Takes operands or results one by one, in order.
 class Reader {
  public:
@@ -69,26 +39,13 @@ class Reader {
   // The next one, of any shape.
   xffi::AnyBuffer peek() const { return buffers_[next_]; }
 
-  void* take(const char* name, std::initializer_list<int64_t> dims,
-             std::initializer_list<xffi::DataType> dtypes) {
-    const xffi::AnyBuffer buffer = buffers_[next_++];
-    const auto given = buffer.dimensions();
-    const bool right_dims = std::equal(given.begin(), given.end(), dims.begin(), dims.end());
-    const bool right_dtype =
-        std::find(dtypes.begin(), dtypes.end(), buffer.element_type()) != dtypes.end();
-    if (!right_dims || !right_dtype) {
-      std::string allowed;
-      for (const xffi::DataType dtype : dtypes)
-        allowed += (allowed.empty() ? "" : " or ") + name_of(dtype, dims);
-      fail(std::string(what_) + " " + name + " is " + name_of(buffer.element_type(), given) +
-           ", expected " + allowed);
-    }
-    return buffer.untyped_data();
+  void* take(const char* name, const Dims& dims, const std::vector<xffi::DataType>& dtypes) {
+    return ffi::take(std::string(what_) + " " + name, buffers_[next_++], dims, dtypes);
   }
 
   // Null if the next one is an absent optional: a scalar.
-  void* take_optional(const char* name, std::initializer_list<int64_t> dims,
-                      std::initializer_list<xffi::DataType> dtypes) {
+  void* take_optional(const char* name, const Dims& dims,
+                      const std::vector<xffi::DataType>& dtypes) {
     if (is_absent()) {
       ++next_;
       return nullptr;
@@ -104,17 +61,8 @@ class Reader {
   size_t next_ = 0;
 };
 
-template <typename T>
-T attribute(const xffi::Dictionary& attributes, const char* name) {
-  const xffi::ErrorOr<T> value = attributes.get<T>(name);
-  if (!value.has_value())
-    fail(std::string("attribute ") + name +
-         " is missing or of another type: " + value.error().message());
-  return value.value();
-}
-
 int64_t bounded(const xffi::Dictionary& attributes, const char* name, int64_t least, int64_t most) {
-  const int64_t value = attribute<int64_t>(attributes, name);
+  const int64_t value = get_attribute<int64_t>(attributes, name);
   if (value < least || value > most)
     fail(std::string("attribute ") + name + " is " + std::to_string(value) + ", allowed are " +
          std::to_string(least) + " to " + std::to_string(most));
@@ -183,9 +131,9 @@ class Decoder {
     shape().minibatch_rows = rows_setting(attributes_, "minibatch_rows");
     save_ = bounded(attributes_, "save", 0, 1) == 1;
     shape().activation.gate = static_cast<cpu::Gate>(bounded(attributes_, "activation", 0, 2));
-    shape().activation.alpha = attribute<float>(attributes_, "alpha");
-    shape().activation.limit = attribute<float>(attributes_, "limit");
-    shape().activation.up_offset = attribute<float>(attributes_, "up_offset");
+    shape().activation.alpha = get_attribute<float>(attributes_, "alpha");
+    shape().activation.limit = get_attribute<float>(attributes_, "limit");
+    shape().activation.up_offset = get_attribute<float>(attributes_, "up_offset");
     if (!(shape().activation.limit > 0.0f)) fail("attribute limit must be positive");
   }
 
@@ -257,7 +205,7 @@ class Decoder {
   }
 
   // Null if absent, though the scalar in its place has an address.
-  void* take_if(Reader& in, bool present, const char* name, std::initializer_list<int64_t> dims) {
+  void* take_if(Reader& in, bool present, const char* name, const Dims& dims) {
     if (present) return in.take(name, dims, {dtype_});
     in.take(name, {}, {dtype_});
     return nullptr;
@@ -299,8 +247,7 @@ class Decoder {
     to.d_weights =
         static_cast<float*>(out.take("d_expert_weights", {tokens_, top_k_}, {xffi::DataType::F32}));
     const int64_t e = local_experts_, h = hidden_, i = intermediate_, s = shared_intermediate_;
-    const auto array = [&](bool present, const char* name, std::initializer_list<int64_t> dims,
-                           xffi::DataType dtype) {
+    const auto array = [&](bool present, const char* name, const Dims& dims, xffi::DataType dtype) {
       if (!present) {
         out.take(name, {}, {xffi::DataType::F32, dtype_});
         return cpu::Array{};

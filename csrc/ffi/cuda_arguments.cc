@@ -2,9 +2,9 @@
 // checks.
 #include "ffi/cuda_arguments.h"
 
-#include <algorithm>
 #include <string>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda_facts.h"
 
 namespace jax_mok::ffi {
@@ -13,66 +13,22 @@ namespace xffi = xla::ffi;
 
 namespace {
 
-struct Fault {
-  std::string text;
-};
-
-[[noreturn]] void fail(const std::string& text) { throw Fault{"jax_mok: " + text}; }
-
 struct Attributes {
   const xffi::Dictionary& dictionary;
 
-  template <typename T>
-  T get(const char* name) const {
-    const xffi::ErrorOr<T> value = dictionary.get<T>(name);
-    if (!value.has_value())
-      fail(std::string("attribute ") + name +
-           " is missing or of another type: " + value.error().message());
-    return value.value();
-  }
   int64_t integer(const char* name) const {
-    const int64_t value = get<int64_t>(name);
+    const int64_t value = get_attribute<int64_t>(dictionary, name);
     if (value < -1 || value > INT32_MAX)
       fail(std::string("attribute ") + name + " is " + std::to_string(value) +
            ", allowed are 32-bit numbers");
     return value;
   }
-  double real(const char* name) const { return get<double>(name); }
+  double real(const char* name) const { return get_attribute<double>(dictionary, name); }
 };
-
-std::string name_of(xffi::DataType dtype) {
-  switch (dtype) {
-    case xffi::DataType::BF16:
-      return "bfloat16";
-    case xffi::DataType::F32:
-      return "float32";
-    case xffi::DataType::S32:
-      return "int32";
-    case xffi::DataType::U8:
-      return "uint8";
-    default:
-      return "dtype code " + std::to_string(static_cast<int>(dtype));
-  }
-}
-
-template <typename Dims>
-std::string name_of(xffi::DataType dtype, const Dims& dims) {
-  std::string text = name_of(dtype) + " [";
-  for (size_t i = 0; i < dims.size(); ++i)
-    text += (i == 0 ? "" : ", ") + std::to_string(dims.begin()[i]);
-  return text + "]";
-}
-
-using Dims = std::vector<int64_t>;
 
 void* take(const char* name, const xffi::AnyBuffer& buffer, xffi::DataType dtype,
            const Dims& dims) {
-  const auto given = buffer.dimensions();
-  if (buffer.element_type() != dtype ||
-      !std::equal(given.begin(), given.end(), dims.begin(), dims.end()))
-    fail(std::string(name) + " is " + name_of(buffer.element_type(), given) + ", expected " +
-         name_of(dtype, dims));
-  return buffer.untyped_data();
+  return ffi::take(name, buffer, dims, {dtype});
 }
 
 // An absent optional is a scalar.
@@ -95,7 +51,7 @@ CudaCall decode_all(const xffi::Dictionary& dictionary) {
   if (std::string problem = cuda::check(call.facts); !problem.empty()) fail(problem);
   if (!call.has_peers()) return call;
 
-  const auto ids = attributes.get<xffi::Span<const int64_t>>("groups");
+  const auto ids = get_attribute<xffi::Span<const int64_t>>(dictionary, "groups");
   const size_t ranks = call.facts.num_ranks;
   if (ids.size() == 0 || ids.size() % ranks != 0)
     fail("attribute groups has " + std::to_string(ids.size()) +
