@@ -64,6 +64,31 @@ def test_quickstart_learns(tmp_path):
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_data_is_a_function_of_seed_and_step(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from lm import data
+
+    training, held_out = data.stdlib_text()
+    assert len(training) > 10 * len(held_out) > 10 * 100_000
+    size = dict(batch=4, length=16)
+    inputs, targets = data.training_batch(training, 7, seed=1, **size)
+    np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
+    again, _ = data.training_batch(training, 7, seed=1, **size)
+    np.testing.assert_array_equal(inputs, again)
+    for step, seed in ((8, 1), (7, 2)):
+        assert (inputs != data.training_batch(training, step, seed=seed, **size)[0]).any()
+
+
+def test_ngrams_count(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from lm.data import NGram
+
+    text = np.frombuffer(b"ab" * 500_000, np.uint8)
+    inputs, targets = text[None, :-1], text[None, 1:]
+    assert NGram(text, order=1).bits(inputs, targets) == pytest.approx(1.0, abs=0.01)
+    assert NGram(text, order=2).bits(inputs, targets) == pytest.approx(0.0, abs=0.01)
+
+
 def test_train_lm_learns_and_reports(uninterrupted):
     cwd, output = uninterrupted
     assert "fused implementation" in output
