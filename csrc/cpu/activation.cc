@@ -1,5 +1,5 @@
-// Element by element, over fixed panels of columns: the same code for every column, so a value
-// does not depend on where it stands. Formulas: Shazeer, "GLU Variants Improve Transformer" (2020);
+// Element by element, over panels of columns: the same code for every column, so a value does not
+// depend on where it stands. Formulas: Shazeer, "GLU Variants Improve Transformer" (2020);
 // GELU in its tanh form, which is g * sigmoid(2 z) with z = sqrt(2/pi) (g + 0.044715 g^3).
 #include "cpu/activation.h"
 
@@ -67,14 +67,18 @@ inline float clamp_both(float x, float limit) {
   return x < -limit ? -limit : x;
 }
 
+// Whole vectors only; the rings have room for a full panel, and nobody reads what is in between.
+inline int64_t full_vectors(int64_t columns) { return (columns + 15) / 16 * 16; }
+
 template <Gate kGate>
-void forward(const Activation& a, int64_t rows, const float* gate, const float* up, float* h,
-             int64_t h_stride) {
+void forward(const Activation& a, int64_t rows, int64_t columns, const float* gate, const float* up,
+             float* h, int64_t h_stride) {
+  const int64_t end = full_vectors(columns);
   for (int64_t i = 0; i < rows; ++i) {
     const float* const g = gate + i * kPanel;
     const float* const u = up + i * kPanel;
     float* const to = h + i * h_stride;
-    for (int64_t j = 0; j < kPanel; ++j)
+    for (int64_t j = 0; j < end; ++j)
       to[j] = act<kGate>(clamp_above(g[j], a.limit), a.alpha).value *
               (clamp_both(u[j], a.limit) + a.up_offset);
   }
@@ -84,6 +88,7 @@ template <Gate kGate>
 void backward(const Activation& a, int64_t rows, int64_t columns, const float* gate,
               const float* up, const float* grad_hidden, const float* weights,
               const HiddenGradients& out) {
+  const int64_t end = full_vectors(columns);
   for (int64_t i = 0; i < rows; ++i) {
     const float* const g = gate + i * kPanel;
     const float* const u = up + i * kPanel;
@@ -93,7 +98,7 @@ void backward(const Activation& a, int64_t rows, int64_t columns, const float* g
     float* const du = out.grad_up + i * out.stride;
     const float weight = weights[i];
     float dots[kPanel];
-    for (int64_t j = 0; j < kPanel; ++j) {
+    for (int64_t j = 0; j < end; ++j) {
       const Value gated = act<kGate>(clamp_above(g[j], a.limit), a.alpha);
       const float lifted = clamp_both(u[j], a.limit) + a.up_offset;
       const float h = gated.value * lifted;
@@ -114,15 +119,15 @@ void backward(const Activation& a, int64_t rows, int64_t columns, const float* g
 
 }  // namespace
 
-void activate(const Activation& a, int64_t rows, const float* gate, const float* up, float* h,
-              int64_t h_stride) {
+void activate(const Activation& a, int64_t rows, int64_t columns, const float* gate,
+              const float* up, float* h, int64_t h_stride) {
   switch (a.gate) {
     case Gate::kSwiglu:
-      return forward<Gate::kSwiglu>(a, rows, gate, up, h, h_stride);
+      return forward<Gate::kSwiglu>(a, rows, columns, gate, up, h, h_stride);
     case Gate::kGeglu:
-      return forward<Gate::kGeglu>(a, rows, gate, up, h, h_stride);
+      return forward<Gate::kGeglu>(a, rows, columns, gate, up, h, h_stride);
     case Gate::kReglu:
-      return forward<Gate::kReglu>(a, rows, gate, up, h, h_stride);
+      return forward<Gate::kReglu>(a, rows, columns, gate, up, h, h_stride);
   }
 }
 

@@ -16,9 +16,10 @@ struct Activation {
   float up_offset = 0.0f;
 };
 
-// gate, up: [rows][kPanel]; h: rows of kPanel with the given stride.
-void activate(const Activation& activation, int64_t rows, const float* gate, const float* up,
-              float* h, int64_t h_stride);
+// gate, up: [rows][kPanel], of which the first `columns` count; h: rows with the given stride and
+// room for kPanel.
+void activate(const Activation& activation, int64_t rows, int64_t columns, const float* gate,
+              const float* up, float* h, int64_t h_stride);
 
 // Rows of kPanel columns of the rings that the backward fills.
 struct HiddenGradients {
@@ -30,8 +31,8 @@ struct HiddenGradients {
   int64_t dot_stride;
 };
 
-// grad_hidden [rows][32] is the gradient of h before the row's weight; weights [rows]. Columns from
-// `columns` on do not take part in the dot.
+// grad_hidden [rows][kPanel] is the gradient of h before the row's weight; weights [rows]. Only the
+// first `columns` count.
 void activate_backward(const Activation& activation, int64_t rows, int64_t columns,
                        const float* gate, const float* up, const float* grad_hidden,
                        const float* weights, const HiddenGradients& out);

@@ -35,8 +35,9 @@ void run_batch(const LayerShape& shape, const std::vector<ForwardBuffers>& ranks
         pre_activations(piece, ffn, panel,
                         {rings.x + piece.ring_row * rings.x_stride, rings.x_stride}, gate, up);
         if (saved != nullptr) save_pre_activations(piece, ffn.gate.cols, panel, gate, up, saved);
-        activate(shape.activation, piece.rows, gate, up,
-                 rings.h + piece.ring_row * rings.h_stride + panel * kPanel, rings.h_stride);
+        activate(shape.activation, piece.rows, std::min(kPanel, ffn.gate.cols - panel * kPanel),
+                 gate, up, rings.h + piece.ring_row * rings.h_stride + panel * kPanel,
+                 rings.h_stride);
       });
 
   for_each_panel(
