@@ -91,13 +91,15 @@ namespace internal {
 // Calls visit(source, token, slot, local expert) for every row that goes to `rank`, in that order.
 template <typename Visit>
 void for_each_row(const Shape& s, const int32_t* const* ids_of_rank, int32_t rank, Visit visit) {
-  const int32_t num_experts = s.num_ranks * s.num_local_experts;
+  // Every rank looks at all ids, so it must be cheap. Smaller ids wrap to large numbers.
+  const uint32_t experts = s.num_local_experts, first = rank * experts;
   for (int32_t source = 0; source < s.num_ranks; ++source) {
     const int32_t* id = ids_of_rank[source];
     for (int32_t token = 0; token < s.num_tokens; ++token)
-      for (int32_t slot = 0; slot < s.top_k; ++slot, ++id)
-        if (valid_expert(*id, num_experts) && owner(*id, s.num_local_experts) == rank)
-          visit(source, token, slot, local(*id, s.num_local_experts));
+      for (int32_t slot = 0; slot < s.top_k; ++slot, ++id) {
+        const uint32_t local_expert = static_cast<uint32_t>(*id) - first;
+        if (local_expert < experts) visit(source, token, slot, static_cast<int32_t>(local_expert));
+      }
   }
 }
 
