@@ -1,7 +1,8 @@
 """Faults that users of such systems reported in public, one by one, with the value that is right.
 
 Those of bad arguments are in test_moe_errors.py, those of remat in test_moe_transforms.py, those of
-hidden gathers and permuted meshes in test_moe_sharding.py, those of NaN logits in test_routing.py.
+hidden gathers and permuted meshes in test_moe_sharding.py, those of NaN logits in
+test_routing_transforms.py.
 """
 
 import functools
