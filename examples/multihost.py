@@ -121,6 +121,7 @@ def train(expert_devices: int | None, steps: int = 30):
         local = rng.normal(size=(TOKENS_PER_DEVICE * jax.local_device_count(), HIDDEN))
         x = jax.make_array_from_process_local_data(by_token, local.astype(np.float32))
         params, loss = train_step(params, x)
+        loss = float(loss)  # waits: a CPU with many devices may stall on too many steps in flight
         if step % 10 == 0:
             say(f"step {step:2d}: loss {loss:.4f}", flush=True)
 
