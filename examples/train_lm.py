@@ -124,10 +124,10 @@ def train(model: ByteLM, optimizer: nnx.Optimizer, inputs: jax.Array, targets: j
 def held_out_bits(predict, text: np.ndarray, training_text: np.ndarray, args) -> dict[str, float]:
     """Bits per byte of the model, and of two that only count, on the same held-out bytes."""
     batches = list(data.held_out_batches(text, count=16, batch=args.batch, length=args.length))
-    nats = [cross_entropy(predict(inputs), targets) for inputs, targets in batches]
+    nats = [float(cross_entropy(predict(inputs), targets)) for inputs, targets in batches]
     inputs, targets = (np.concatenate(part) for part in zip(*batches))
     return {
-        "this model": float(np.mean(nats)) / math.log(2),
+        "this model": np.mean(nats) / math.log(2),
         "bigram counts": data.NGram(training_text, order=2).bits(inputs, targets),
         "unigram counts": data.NGram(training_text, order=1).bits(inputs, targets),
     }
