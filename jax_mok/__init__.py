@@ -6,6 +6,15 @@ See `moe`. `jax_mok.flax.MoE` and `jax_mok.linen.MoE` are layers made of it. Imp
 starts no JAX backend and loads no framework.
 """
 
+import pathlib
+
+if not any(any(pathlib.Path(folder).glob("_core.*")) for folder in __path__):
+    raise ImportError(
+        f"{__path__[0]} is jax_mok's source tree, which Python found before the installed package: "
+        "its native module is not there. Run from another folder, or with `python -P` (after "
+        "`pip install .`)."
+    )
+
 from jax_mok import shapes
 from jax_mok._fused import OUTPUT_NAME, RESIDUAL_NAME
 from jax_mok.config import Config, SharedExpert, Swiglu

@@ -60,6 +60,12 @@ class Topology:
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     @property
+    def auto_axes(self) -> AxisNames:
+        """Axes whose sharding is left to the compiler."""
+        types = self.mesh.axis_types if self.mesh is not None else ()
+        return tuple(a for a, t in zip(self.all_axes, types) if t == AxisType.Auto)
+
+    @property
     def platform(self) -> str:
         """Platform of the devices: "cpu", "gpu", …"""
         concrete = concrete_mesh(self.mesh)

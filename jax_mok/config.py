@@ -5,6 +5,7 @@ Everything here is static or a plain container: hashable where JAX needs it, che
 
 import dataclasses
 import math
+import numbers
 from typing import Any, Literal
 
 import jax
@@ -24,6 +25,11 @@ def _check_count(name: str, value: Any, *, least: int) -> None:
         raise TypeError(f"Config.{name} must be an int or None, got {value!r}.")
     if not least <= value <= _MAX_ROWS:
         raise ValueError(f"Config.{name} must be in [{least}, {_MAX_ROWS}] or None, got {value}.")
+
+
+def _is_number(value: Any) -> bool:
+    """Python's numbers and NumPy's; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +73,19 @@ class Config:
             raise ValueError(
                 f'Config.residuals must be "save" or "recompute", got {self.residuals!r}.'
             )
-        if not (isinstance(self.timeout_seconds, int | float) and self.timeout_seconds > 0):
+        if not (_is_number(self.timeout_seconds) and self.timeout_seconds > 0):
             raise ValueError(
                 f"Config.timeout_seconds must be a positive number of seconds, "
                 f"got {self.timeout_seconds!r}."
             )
         if self.weight_grad_dtype is not None:
-            dtype = jnp.dtype(self.weight_grad_dtype)
+            try:
+                dtype = jnp.dtype(self.weight_grad_dtype)
+            except TypeError:
+                dtype = None
             if dtype != jnp.float32:
-                raise ValueError(
-                    f"Config.weight_grad_dtype must be None or float32, got {dtype.name}."
-                )
+                got = repr(self.weight_grad_dtype) if dtype is None else dtype.name
+                raise ValueError(f"Config.weight_grad_dtype must be None or float32, got {got}.")
             object.__setattr__(self, "weight_grad_dtype", dtype)
         if self.precision is not None:
             raise ValueError(
@@ -101,10 +109,10 @@ class Swiglu:
     def __post_init__(self):
         for name in ("alpha", "up_offset"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not (_is_number(value) and math.isfinite(value)):
                 raise ValueError(f"Swiglu.{name} must be a finite number, got {value!r}.")
         if self.limit is not None and not (
-            isinstance(self.limit, int | float) and self.limit > 0 and math.isfinite(self.limit)
+            _is_number(self.limit) and self.limit > 0 and math.isfinite(self.limit)
         ):
             raise ValueError(f"Swiglu.limit must be None or a positive number, got {self.limit!r}.")
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mok import _cuda, _fused, _topology, ffi, runtime, xla
@@ -20,6 +21,7 @@ logger = logging.getLogger("jax_mok")
 # Rings are a whole number of row tiles; this is the largest tile of any engine here.
 ROW_TILE = 64
 MAX_TOP_K = 1024
+_INT32 = np.iinfo(np.int32)
 
 
 def moe(
@@ -168,6 +170,7 @@ def _as_arrays(x, expert_ids, expert_weights, w_gate, w_up, w_down, biases, shar
         if shared.gate is not None:
             named["shared.gate"] = shared.gate
     arrays = {}
+    _check_ids_fit(expert_ids)
     for name, value in named.items():
         try:
             arrays[name] = jnp.asarray(value)
@@ -185,6 +188,21 @@ def _as_arrays(x, expert_ids, expert_weights, w_gate, w_up, w_down, biases, shar
         get("shared.gate"),
     )
     return arrays["expert_ids"], ops
+
+
+def _check_ids_fit(expert_ids) -> None:
+    """Ids from outside of JAX that are wider than int32, which JAX would wrap without a word."""
+    if isinstance(expert_ids, jax.Array):
+        return
+    try:
+        ids = np.asarray(expert_ids)
+    except (TypeError, ValueError):  # not an array at all, or one of tracers: JAX knows
+        return
+    if ids.dtype.kind not in "iu" or ids.dtype.itemsize <= 4 or not ids.size:
+        return
+    wide = (ids > _INT32.max) | (ids < _INT32.min)
+    if wide.any():
+        raise ValueError(f"expert_ids must fit in int32, got {ids[wide][0]}.")
 
 
 def _check(ids, ops: Operands, topology, *, local: bool) -> int:
@@ -323,7 +341,7 @@ def _in_shard_map(run, ids, ops: Operands, topology, token_axes, *, inside: bool
         shared_gate=some(ops.shared_gate, token),
     )
     if explicit:
-        put = lambda a, spec: jax.sharding.reshard(a, NamedSharding(topology.mesh, spec))
+        put = lambda a, spec: jax.sharding.reshard(a, _explicit_part(spec, topology.mesh))
         ids, ops = put(ids, token), jax.tree.map(put, ops, specs)
     mapped = jax.shard_map(
         run,
@@ -358,8 +376,18 @@ def _token_axes(token_axes, topology, x, *, inside: bool, explicit: bool):
     if explicit and not jax.typeof(x).sharding.mesh.empty:
         first = jax.typeof(x).sharding.spec[0] if x.ndim > 1 else None
         first = _topology.axis_names("sharding of x", first)
-        return first + tuple(a for a in expert_axes if a not in first)
+        more = expert_axes + topology.auto_axes
+        return first + tuple(a for a in topology.own_axes if a in more and a not in first)
     return topology.own_axes
+
+
+def _explicit_part(spec: P, mesh) -> NamedSharding:
+    """`spec` without the axes that the compiler manages: types do not mention those."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types))
+    keep = lambda names: tuple(
+        n for n in _topology.axis_names("spec", names) if types[n] == AxisType.Explicit
+    )
+    return NamedSharding(mesh, P(*(keep(names) for names in spec)))
 
 
 def _local(ids, ops: Operands, *, topology, implementation, activation, config, num_experts):

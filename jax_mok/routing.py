@@ -26,6 +26,9 @@ _SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 # Up to this top_k, one pass over the keys per slot is faster than sorting them.
 _MAX_PASSES = 16
 
+# Beyond it the square in the z-loss overflows, and 0 times its derivative is NaN.
+_MAX_Z = 1e16
+
 
 class Routing(NamedTuple):
     """What `route` returns.
@@ -176,7 +179,8 @@ def _route(
 
     key = logits
     if selection_bias is not None:
-        key = scores + jnp.asarray(selection_bias, jnp.float32)
+        bias = jnp.asarray(selection_bias, jnp.float32)
+        key = scores + jnp.expand_dims(bias, range(logits.ndim - 1))
     if group_shape is not None:
         group_key = scores if selection_bias is None else key
         usable_here = usable & _in_best_groups(group_key, usable, group_shape, top_k_groups)
@@ -196,7 +200,7 @@ def _route(
         counts=jnp.sum(_hits(ids, num_experts), axis=tokens, dtype=jnp.int32),
         shares=jnp.sum(shares, axis=tokens),
         num_tokens=jnp.sum(token_ok, dtype=jnp.int32),
-        z=jnp.sum(_masked_logsumexp(logits, usable) ** 2),
+        z=jnp.sum(jnp.clip(_masked_logsumexp(logits, usable), -_MAX_Z, _MAX_Z) ** 2),
     )
     if axis_name is not None:
         totals = jax.lax.psum(totals, axis_name)
@@ -236,7 +240,8 @@ def update_selection_bias(bias: jax.Array, counts: jax.Array, rate: float) -> ja
         # Exact also where float32 cannot hold the counts: the mean is `whole + rest / E`.
         total = jnp.sum(counts, axis=-1, keepdims=True, dtype=counts.dtype)
         whole, rest = total // counts.shape[-1], total % counts.shape[-1]
-        direction = jnp.sign(whole - counts) + ((whole == counts) & (rest > 0))
+        above = (whole == counts) & (rest > 0)
+        direction = jnp.sign(whole - counts) + above.astype(counts.dtype)
     else:
         direction = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
     return bias + jnp.asarray(rate, bias.dtype) * direction.astype(bias.dtype)
@@ -277,9 +282,9 @@ def _pick(ids: jax.Array, values: jax.Array) -> jax.Array:
 
     Not a gather, whose derivative is a scatter: slow where determinism is asked of the compiler.
     """
-    index = jnp.arange(values.shape[-1], dtype=jnp.int32)
+    index = _expert_index(values.shape[-1], ids.ndim)
     if ids.shape[-1] > _MAX_PASSES:
-        hit = ids[..., None] == index
+        hit = ids[..., None] == index[..., None, :]
         return jnp.sum(jnp.where(hit, values[..., None, :], 0.0), axis=-1)
     # Slot by slot, so that nothing of size [..., k, E] comes into being.
     slots = (ids[..., j : j + 1] == index for j in range(ids.shape[-1]))
@@ -288,13 +293,18 @@ def _pick(ids: jax.Array, values: jax.Array) -> jax.Array:
 
 def _hits(ids: jax.Array, num_experts: int) -> jax.Array:
     """How often (0 or 1) each expert is among the `ids` of a token: int32 [..., E]."""
-    index = jnp.arange(num_experts, dtype=jnp.int32)
+    index = _expert_index(num_experts, ids.ndim)
     if ids.shape[-1] > _MAX_PASSES:
-        return jnp.sum(ids[..., None] == index, axis=-2, dtype=jnp.int32)
+        return jnp.sum(ids[..., None] == index[..., None, :], axis=-2, dtype=jnp.int32)
     hit = ids[..., :1] == index
     for j in range(1, ids.shape[-1]):
         hit |= ids[..., j : j + 1] == index
     return hit.astype(jnp.int32)
+
+
+def _expert_index(num_experts: int, ndim: int) -> jax.Array:
+    """0, 1, … along the last of `ndim` dims: some models forbid JAX to add dims by itself."""
+    return jax.lax.broadcasted_iota(jnp.int32, (1,) * (ndim - 1) + (num_experts,), ndim - 1)
 
 
 def _choose(key: jax.Array, usable: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -340,7 +350,7 @@ def _in_best_groups(
     # A group with one usable expert is worth that one; a group with none is not chosen.
     group_key = best[..., 0] + jnp.sum(jnp.where(best > -jnp.inf, best, 0.0)[..., 1:], axis=-1)
     ids, _ = _choose(group_key, group_key > -jnp.inf, top_k_groups)
-    in_group = jnp.any(ids[..., None] == jnp.arange(num_groups, dtype=jnp.int32), axis=-2)
+    in_group = _hits(ids, num_groups) > 0
     return jnp.repeat(in_group, group_size, axis=-1)
 
 

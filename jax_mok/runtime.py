@@ -122,7 +122,7 @@ def set_num_threads(num_threads: int) -> None:
     """
     if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 0:
         raise ValueError(f"num_threads must be an int >= 0, got {num_threads!r}.")
-    _core.set_num_threads(num_threads)
+    _core.set_num_threads(min(num_threads, 2**31 - 1))  # the engine has a bound of its own
 
 
 def call_counts() -> dict[str, int]:

@@ -109,7 +109,8 @@ def _bad_ids(ids: jax.Array, num_experts: int) -> jax.Array:
         return jnp.zeros(4, jnp.int32) + 0 * ids.sum(dtype=jnp.int32)
     outside = (ids < -1) | (ids >= num_experts)
     earlier = jnp.tril(jnp.ones((top_k, top_k), bool), -1)
-    repeated = ((ids[:, :, None] == ids[:, None, :]) & earlier & (ids >= 0)[:, :, None]).any(-1)
+    same = ids[:, :, None] == ids[:, None, :]
+    repeated = (same & earlier[None] & (ids >= 0)[:, :, None]).any(-1)
     kind = jnp.where(outside, 1, jnp.where(repeated, 2, 0)).reshape(-1)
     first = jnp.argmax(kind > 0)
     found = [kind[first], first // top_k, first % top_k, ids.reshape(-1)[first]]

@@ -93,6 +93,17 @@ def test_static(name):
             assert word in str(error.value), str(error.value)
 
 
+@pytest.mark.parametrize("value", [2**32 + 3, -(2**32), 2**31])
+@pytest.mark.parametrize("kind", [np.asarray, np.ndarray.tolist])
+def test_ids_that_int32_cannot_hold(value, kind):
+    """From NumPy, where int64 is the default: JAX would wrap them to ids that look right."""
+    ids = np.array(arguments()["expert_ids"], np.int64)
+    jax_mok.moe(**arguments(expert_ids=kind(ids)))
+    ids[5, 1] = value
+    with pytest.raises(ValueError, match=f"expert_ids must fit in int32, got {value}"):
+        jax_mok.moe(**arguments(expert_ids=kind(ids)))
+
+
 MESH_ERRORS = {
     "missing axis": (((8,), ("data",)), {}, ["expert_axis 'expert'", "'data': 8"]),
     "experts not divisible": (((3,), ("expert",)), {}, ["E = 8", "3 ranks"]),
@@ -185,6 +196,8 @@ CONFIG = {
     "residuals": (dict(residuals="all"), ["residuals", "'all'", "recompute"]),
     "timeout": (dict(timeout_seconds=0), ["timeout_seconds", "0"]),
     "grad dtype": (dict(weight_grad_dtype=jnp.int8), ["weight_grad_dtype", "int8"]),
+    "grad dtype's name": (dict(weight_grad_dtype="f33"), ["weight_grad_dtype", "'f33'"]),
+    "timeout bool": (dict(timeout_seconds=True), ["timeout_seconds", "True"]),
     "precision": (dict(precision="mxfp8"), ["precision", "mxfp8"]),
 }
 
@@ -204,7 +217,17 @@ def test_swiglu(fields):
         Swiglu(**fields)
 
 
+def test_numbers_of_numpy():
+    case = cases.make(tokens=(8,))
+    case.activation = Swiglu(np.float32(1.5), np.float64(7), np.float32(1))
+    config = Config(timeout_seconds=np.float32(3), macrobatch_size=np.int64(64))
+    y = case.call(case.args, config=config, implementation="fused")
+    cases.assert_close(y, case.reference()[0], 2e-6)
+
+
 def test_number_of_threads():
     for bad in (-1, 1.5, True):
         with pytest.raises(ValueError, match="num_threads"):
             jax_mok.set_num_threads(bad)
+    jax_mok.set_num_threads(2**40)  # as many as the engine ever takes
+    jax_mok.set_num_threads(0)

@@ -136,6 +136,28 @@ def test_explicit_mesh(case, want, tokens, implementation):
         cases.assert_close(run(args, ids), want, EXACT)
 
 
+@pytest.mark.parametrize("explicit", ["data", "expert"])
+def test_mesh_with_explicit_and_automatic_axes(case, want, explicit, implementation):
+    types = {True: AxisType.Explicit, False: AxisType.Auto}
+    names = ("data", "expert")
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(2, 4),
+        names,
+        axis_types=tuple(types[n == explicit] for n in names),
+    )
+    with jax.set_mesh(mesh):
+        args, ids = placed(case, mesh, P(explicit))
+
+        @jax.jit
+        def run(args, ids):
+            y, vjp = jax.vjp(lambda a: case.call(a, ids=ids, implementation=implementation), args)
+            assert jax.typeof(y).sharding == jax.typeof(args[0]).sharding
+            cotangent = jax.sharding.reshard(case.cotangent, jax.typeof(y).sharding)
+            return y, vjp(cotangent)[0]
+
+        cases.assert_close(run(args, ids), want, EXACT)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["expert", "data x expert"])
 def test_inside_the_callers_shard_map(case, want, name, check_vma, implementation):

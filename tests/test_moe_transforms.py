@@ -266,3 +266,17 @@ def test_compilation_cache(tmp_path):
     (first, want), (second, got) = (o.stdout.splitlines() for o in outputs)
     assert (first, second) == ("False", "True")
     assert got == want
+
+
+def test_second_derivatives(case, mesh):
+    """The plain-JAX path has them; the custom calls say that they have none."""
+
+    def curvature(x, **options):
+        norm = lambda x: jnp.sum(case.call((x, *case.args[1:]), **options) ** 2)
+        return jax.grad(lambda x: jnp.sum(jax.grad(norm)(x) ** 2))(x)
+
+    got = jax.jit(lambda x: curvature(x, mesh=mesh, implementation="xla"))(case.x)
+    want = jax.jit(lambda x: curvature(x, moe=jax_mok.reference.moe))(case.x)
+    cases.assert_close(got, want, 1e-5)
+    with pytest.raises(ValueError, match=r"jax_mok_.* cannot be differentiated"):
+        jax.jit(lambda x: curvature(x, mesh=mesh, implementation="fused"))(case.x)

@@ -1,5 +1,6 @@
 """The package as a newcomer meets it: import, names, build facts."""
 
+import pathlib
 import subprocess
 import sys
 
@@ -53,3 +54,15 @@ def test_without_flax_the_message_names_the_extra(module):
         "except ImportError as e: print(e)"
     )
     assert "jax_mok[flax]" in out
+
+
+def test_the_source_tree_says_that_it_is_not_the_installed_package():
+    """`python -m jax_mok` in a clone finds the folder there first."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    if any((root / "jax_mok").glob("_core.*")):
+        pytest.skip("built in place")
+    run = lambda *options: subprocess.run(
+        [sys.executable, *options, "-c", "import jax_mok"], cwd=root, capture_output=True, text=True
+    )
+    assert "run from another folder" in run().stderr.lower() and "python -P" in run().stderr
+    assert run("-P").returncode == 0
