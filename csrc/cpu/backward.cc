@@ -56,7 +56,7 @@ class Backward {
     const int64_t hidden = shape_.hidden, inner = widest_inner(shape_);
     rings_.hidden_stride = padded_stride(hidden);
     rings_.inner_stride = padded_stride(inner);
-    dots_stride_ = (inner + kPanel - 1) / kPanel;
+    dots_stride_ = num_panels(inner);
     MemoryPlan memory;
     memory.add(&rings_.x, {rows, rings_.hidden_stride});
     memory.add(&rings_.dy, {rows, rings_.hidden_stride});
@@ -101,28 +101,25 @@ class Backward {
   void hidden_gradients(int32_t rank, const Batch& batch) {
     const ForwardBuffers& mine = ranks_[rank].forward;
     const float* const saved = batch.last_of_routed ? mine.saved : nullptr;
-    for_each_panel(
-        batch, [&](const Piece& piece) { return inner_size(shape_, piece.expert); },
-        [&](const Piece& piece, int64_t panel) {
-          const int64_t tile = piece.rows * kPanel;
-          float* const gate = thread_scratch(3 * tile);
-          float* const up = gate + tile;
-          float* const grad_hidden = up + tile;
-          const Ffn ffn = network(shape_, mine, piece.expert);
-          const int64_t inner = ffn.gate.cols, row = piece.ring_row;
-          if (saved != nullptr)
-            load_pre_activations(piece, inner, panel, saved, gate, up);
-          else
-            pre_activations(piece, ffn, panel, hidden_rows(rings_.x, row), gate, up);
-          multiply_panel_transposed(piece.rows, hidden_rows(rings_.dy, row), ffn.down,
-                                    panel * kPanel, {grad_hidden, kPanel, false});
-          const int64_t at = row * rings_.inner_stride + panel * kPanel;
-          activate_backward(
-              shape_.activation, piece.rows, std::min(kPanel, inner - panel * kPanel), gate, up,
-              grad_hidden, rings_.row_weights + row,
-              {rings_.weighted_hidden + at, rings_.grad_gate + at, rings_.grad_up + at,
-               rings_.inner_stride, dots_ + row * dots_stride_ + panel, dots_stride_});
-        });
+    for_each_panel(batch, inner_size(shape_, batch), [&](const Piece& piece, int64_t panel) {
+      const int64_t tile = piece.rows * kPanel;
+      float* const gate = thread_scratch(3 * tile);
+      float* const up = gate + tile;
+      float* const grad_hidden = up + tile;
+      const Ffn ffn = network(shape_, mine, piece.expert);
+      const int64_t inner = ffn.gate.cols, row = piece.ring_row;
+      if (saved != nullptr)
+        load_pre_activations(piece, inner, panel, saved, gate, up);
+      else
+        pre_activations(piece, ffn, panel, hidden_rows(rings_.x, row), gate, up);
+      multiply_panel_transposed(piece.rows, hidden_rows(rings_.dy, row), ffn.down, panel * kPanel,
+                                {grad_hidden, kPanel, false});
+      const int64_t at = row * rings_.inner_stride + panel * kPanel;
+      activate_backward(shape_.activation, piece.rows, panel_columns(inner, panel), gate, up,
+                        grad_hidden, rings_.row_weights + row,
+                        {rings_.weighted_hidden + at, rings_.grad_gate + at, rings_.grad_up + at,
+                         rings_.inner_stride, dots_ + row * dots_stride_ + panel, dots_stride_});
+    });
   }
 
   // Gradient of a row's weight: <h, dh> + <b_down, dy> = <y, dy>, without y.
@@ -130,7 +127,7 @@ class Backward {
     const ForwardBuffers& mine = ranks_[rank].forward;
     for_each_run(batch, [&](const Piece& piece, int64_t first, int64_t count) {
       const Ffn ffn = network(shape_, mine, piece.expert);
-      const int64_t panels = (ffn.gate.cols + kPanel - 1) / kPanel;
+      const int64_t panels = num_panels(ffn.gate.cols);
       float* const bias = thread_scratch(shape_.hidden);
       if (ffn.down_bias) read(ffn.down_bias, shape_.hidden, bias);
       for (int64_t i = first; i < first + count; ++i) {
@@ -160,18 +157,16 @@ class Backward {
   }
 
   void input_gradients(int32_t rank, const Batch& batch) {
-    for_each_panel(
-        batch, [&](const Piece&) { return shape_.hidden; },
-        [&](const Piece& piece, int64_t panel) {
-          float* const dx = thread_scratch(piece.rows * kPanel);
-          const Ffn ffn = network(shape_, ranks_[rank].forward, piece.expert);
-          const int64_t first = panel * kPanel;
-          multiply_panel_transposed(piece.rows, inner_rows(rings_.grad_gate, piece.ring_row),
-                                    ffn.gate, first, {dx, kPanel, false});
-          multiply_panel_transposed(piece.rows, inner_rows(rings_.grad_up, piece.ring_row), ffn.up,
-                                    first, {dx, kPanel, true});
-          push(piece, slots_, first, std::min(kPanel, shape_.hidden - first), dx);
-        });
+    for_each_panel(batch, shape_.hidden, [&](const Piece& piece, int64_t panel) {
+      float* const dx = thread_scratch(piece.rows * kPanel);
+      const Ffn ffn = network(shape_, ranks_[rank].forward, piece.expert);
+      const int64_t first = panel * kPanel;
+      multiply_panel_transposed(piece.rows, inner_rows(rings_.grad_gate, piece.ring_row), ffn.gate,
+                                first, {dx, kPanel, false});
+      multiply_panel_transposed(piece.rows, inner_rows(rings_.grad_up, piece.ring_row), ffn.up,
+                                first, {dx, kPanel, true});
+      push(piece, slots_, first, panel_columns(shape_.hidden, panel), dx);
+    });
   }
 
   Rows hidden_rows(const float* ring, int64_t row) const {

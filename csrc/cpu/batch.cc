@@ -8,8 +8,6 @@
 namespace jax_mok::cpu {
 namespace {
 
-int64_t num_panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
-
 Piece piece_of(const plan::Shape& plan_shape, const plan::HostPlan& plan,
                const plan::Group& group) {
   const int64_t before = int64_t{group.first_block - plan.expert_first_block[group.expert]};
@@ -112,6 +110,10 @@ int64_t inner_size(const LayerShape& shape, int32_t expert) {
   return expert == shape.num_local_experts ? shape.shared_intermediate : shape.intermediate;
 }
 
+int64_t inner_size(const LayerShape& shape, const Batch& batch) {
+  return inner_size(shape, batch.groups.front().expert);
+}
+
 int64_t widest_inner(const LayerShape& shape) {
   return std::max(shape.intermediate, shape.shared_intermediate);
 }
@@ -168,11 +170,9 @@ void pull(const LayerShape& shape, const Batch& batch, const std::vector<ConstAr
   });
 }
 
-void for_each_panel(const Batch& batch, const std::function<int64_t(const Piece&)>& columns,
+void for_each_panel(const Batch& batch, int64_t columns,
                     const std::function<void(const Piece&, int64_t)>& body) {
-  // A batch holds either routed experts, all of one size, or the shared one.
-  if (batch.groups.empty()) return;
-  const int64_t panels = num_panels(columns(batch.groups.front()));
+  const int64_t panels = num_panels(columns);
   parallel_for(static_cast<int64_t>(batch.groups.size()) * panels,
                [&](int64_t i) { body(batch.groups[i / panels], i % panels); });
 }

@@ -25,6 +25,7 @@ struct Segment {
   bool starts_sum, ends_sum;  // first and last of its expert in the backward's walk
 };
 
+// Either rows of routed experts, or of the shared one; never empty.
 struct Batch {
   std::vector<Piece> groups;      // at most minibatch_rows rows each
   std::vector<Segment> segments;  // in ascending order
@@ -47,8 +48,9 @@ std::vector<Schedule> make_schedules(const LayerShape& shape,
 Ffn network(const LayerShape& shape, const ForwardBuffers& buffers, int32_t expert);
 FfnGradients network_gradients(const LayerShape& shape, const BackwardBuffers& buffers,
                                int32_t expert);
-// Its intermediate size.
+// Its intermediate size, which is the same for all pieces of a batch.
 int64_t inner_size(const LayerShape& shape, int32_t expert);
+int64_t inner_size(const LayerShape& shape, const Batch& batch);
 int64_t widest_inner(const LayerShape& shape);
 
 // Slots per token: one per expert of the token, one for the shared expert.
@@ -65,9 +67,8 @@ void for_each_run(const Batch& batch,
 void pull(const LayerShape& shape, const Batch& batch, const std::vector<ConstArray>& of_rank,
           float* ring, int64_t stride);
 
-// Calls body(piece, panel) for all panels of columns(piece), in parallel; the pieces that
-// share a network's panel come one after another.
-void for_each_panel(const Batch& batch, const std::function<int64_t(const Piece&)>& columns,
+// Calls body(piece, panel) for all pieces and all panels of so many columns, in parallel.
+void for_each_panel(const Batch& batch, int64_t columns,
                     const std::function<void(const Piece&, int64_t panel)>& body);
 
 }  // namespace jax_mok::cpu

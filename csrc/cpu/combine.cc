@@ -9,14 +9,11 @@
 
 namespace jax_mok::cpu {
 
-int64_t slots_size(const LayerShape& shape) {
-  return num_slots(shape) * (int64_t{shape.num_tokens} * shape.hidden);
-}
-
 std::vector<Slots> slots_of_ranks(const LayerShape& shape, float* data) {
+  const int64_t size = num_slots(shape) * (int64_t{shape.num_tokens} * shape.hidden);
   std::vector<Slots> slots;
   for (int32_t rank = 0; rank < shape.num_ranks; ++rank)
-    slots.push_back({data + rank * slots_size(shape), shape.num_tokens, shape.hidden});
+    slots.push_back({data + rank * size, shape.num_tokens, shape.hidden});
   return slots;
 }
 

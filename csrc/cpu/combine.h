@@ -21,7 +21,7 @@ struct Slots {
   }
 };
 
-int64_t slots_size(const LayerShape& shape);  // floats of one rank's slots
+// The slots of all ranks one after another in `data`, [num_ranks][slots of a token][T][H].
 std::vector<Slots> slots_of_ranks(const LayerShape& shape, float* data);
 
 // out[t] = sum over the used slots of t, in slot order, of weight * slot, rounded once. Without

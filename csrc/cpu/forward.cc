@@ -25,32 +25,27 @@ void run_batch(const LayerShape& shape, const std::vector<ForwardBuffers>& ranks
   pull(shape, batch, xs, rings.x, rings.x_stride);
 
   float* const saved = batch.last_of_routed ? mine.saved : nullptr;
-  for_each_panel(
-      batch, [&](const Piece& piece) { return inner_size(shape, piece.expert); },
-      [&](const Piece& piece, int64_t panel) {
-        const int64_t tile = piece.rows * kPanel;
-        float* const gate = thread_scratch(2 * tile);
-        float* const up = gate + tile;
-        const Ffn ffn = network(shape, mine, piece.expert);
-        pre_activations(piece, ffn, panel,
-                        {rings.x + piece.ring_row * rings.x_stride, rings.x_stride}, gate, up);
-        if (saved != nullptr) save_pre_activations(piece, ffn.gate.cols, panel, gate, up, saved);
-        activate(shape.activation, piece.rows, std::min(kPanel, ffn.gate.cols - panel * kPanel),
-                 gate, up, rings.h + piece.ring_row * rings.h_stride + panel * kPanel,
-                 rings.h_stride);
-      });
+  for_each_panel(batch, inner_size(shape, batch), [&](const Piece& piece, int64_t panel) {
+    const int64_t tile = piece.rows * kPanel;
+    float* const gate = thread_scratch(2 * tile);
+    float* const up = gate + tile;
+    const Ffn ffn = network(shape, mine, piece.expert);
+    pre_activations(piece, ffn, panel, {rings.x + piece.ring_row * rings.x_stride, rings.x_stride},
+                    gate, up);
+    if (saved != nullptr) save_pre_activations(piece, ffn.gate.cols, panel, gate, up, saved);
+    activate(shape.activation, piece.rows, panel_columns(ffn.gate.cols, panel), gate, up,
+             rings.h + piece.ring_row * rings.h_stride + panel * kPanel, rings.h_stride);
+  });
 
-  for_each_panel(
-      batch, [&](const Piece&) { return shape.hidden; },
-      [&](const Piece& piece, int64_t panel) {
-        float* const y = thread_scratch(piece.rows * kPanel);
-        const Ffn ffn = network(shape, mine, piece.expert);
-        const int64_t first = panel * kPanel, columns = std::min(kPanel, shape.hidden - first);
-        multiply_panel(piece.rows, {rings.h + piece.ring_row * rings.h_stride, rings.h_stride},
-                       ffn.down, first, {y, kPanel, false});
-        add_bias(piece.rows, ffn.down_bias, first, columns, y);
-        push(piece, slots, first, columns, y);
-      });
+  for_each_panel(batch, shape.hidden, [&](const Piece& piece, int64_t panel) {
+    float* const y = thread_scratch(piece.rows * kPanel);
+    const Ffn ffn = network(shape, mine, piece.expert);
+    const int64_t first = panel * kPanel, columns = panel_columns(shape.hidden, panel);
+    multiply_panel(piece.rows, {rings.h + piece.ring_row * rings.h_stride, rings.h_stride},
+                   ffn.down, first, {y, kPanel, false});
+    add_bias(piece.rows, ffn.down_bias, first, columns, y);
+    push(piece, slots, first, columns, y);
+  });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 // its kernels treats 16 neighbours alike; tests/test_moe_bits.py would see it if one did not.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/dtype.h"
@@ -15,6 +16,12 @@ namespace jax_mok::cpu {
 
 constexpr int64_t kPanel = 128;  // columns of a panel: one task of the pool
 constexpr int64_t kTileRows = 16;
+
+inline int64_t num_panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
+// Columns that a panel has: the last one of a matrix may have fewer.
+inline int64_t panel_columns(int64_t columns, int64_t panel) {
+  return std::min(kPanel, columns - panel * kPanel);
+}
 
 // A row-major matrix that lies in memory as [rows, cols].
 struct Matrix {
@@ -28,18 +35,19 @@ struct Rows {
   int64_t stride;
 };
 
-// out[i, 0..kPanel) (+)= rows x panel; columns past the matrix become zero.
+// Where a product goes, or is added.
 struct Out {
   float* data;
   int64_t stride;
   bool accumulate;
 };
 
-// Columns [first_column, first_column + kPanel) of b [K, N].
+// out[i, 0..kPanel) (+)= row i of a times columns [first_column, first_column + kPanel) of b [K,
+// N]; columns past the matrix become zero.
 void multiply_panel(int64_t num_rows, const Rows& a, const Matrix& b, int64_t first_column,
                     const Out& out);
 
-// Columns [first_column, first_column + kPanel) of the transpose of b [N, K].
+// The same with the transpose of b [N, K].
 void multiply_panel_transposed(int64_t num_rows, const Rows& a, const Matrix& b,
                                int64_t first_column, const Out& out);
 

@@ -17,7 +17,7 @@ void copy_floats(const float* from, int64_t count, float* to) {
 
 void pre_activations(const Piece& piece, const Ffn& ffn, int64_t panel, const Rows& x, float* gate,
                      float* up) {
-  const int64_t first = panel * kPanel, columns = std::min(kPanel, ffn.gate.cols - first);
+  const int64_t first = panel * kPanel, columns = panel_columns(ffn.gate.cols, panel);
   multiply_panel(piece.rows, x, ffn.gate, first, {gate, kPanel, false});
   multiply_panel(piece.rows, x, ffn.up, first, {up, kPanel, false});
   add_bias(piece.rows, ffn.gate_bias, first, columns, gate);
@@ -34,7 +34,7 @@ void add_bias(int64_t rows, ConstArray bias, int64_t first, int64_t columns, flo
 
 void save_pre_activations(const Piece& piece, int64_t inner, int64_t panel, const float* gate,
                           const float* up, float* saved) {
-  const int64_t first = panel * kPanel, columns = std::min(kPanel, inner - first);
+  const int64_t first = panel * kPanel, columns = panel_columns(inner, panel);
   for (int64_t i = 0; i < piece.rows; ++i) {
     float* const row = saved + (piece.ring_row + i) * 2 * inner + first;
     copy_floats(gate + i * kPanel, columns, row);
@@ -44,7 +44,7 @@ void save_pre_activations(const Piece& piece, int64_t inner, int64_t panel, cons
 
 void load_pre_activations(const Piece& piece, int64_t inner, int64_t panel, const float* saved,
                           float* gate, float* up) {
-  const int64_t first = panel * kPanel, columns = std::min(kPanel, inner - first);
+  const int64_t first = panel * kPanel, columns = panel_columns(inner, panel);
   for (int64_t i = 0; i < piece.rows; ++i) {
     const float* const row = saved + (piece.ring_row + i) * 2 * inner + first;
     copy_floats(row, columns, gate + i * kPanel);

@@ -10,8 +10,6 @@
 namespace jax_mok::cpu {
 namespace {
 
-int64_t num_panels(int64_t columns) { return (columns + kPanel - 1) / kPanel; }
-
 // One gradient matrix [rows, cols] = left^T right over the rows of a segment.
 struct Product {
   const float *left, *right;
@@ -22,7 +20,7 @@ struct Product {
 };
 
 void add_panel(const Segment& segment, const Product& p, int64_t panel) {
-  const int64_t first = panel * kPanel, columns = std::min(kPanel, p.cols - first);
+  const int64_t first = panel * kPanel, columns = panel_columns(p.cols, panel);
   const int64_t depth = segment.piece.rows;
   const bool is_float = p.final.dtype == Dtype::kFloat32;
   constexpr int64_t kChunk = 256;  // of rows of the gradient: sums that stay in the L2 cache

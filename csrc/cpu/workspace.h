@@ -15,9 +15,7 @@ namespace jax_mok::cpu {
 
 // A row of floats with one cache line to spare: rows whose distance is a power of two would all
 // fall into the same few cache sets.
-inline int64_t padded_stride(int64_t columns) {
-  return (columns + kPanel - 1) / kPanel * kPanel + 16;
-}
+inline int64_t padded_stride(int64_t columns) { return num_panels(columns) * kPanel + 16; }
 
 // One block of memory handed out from the front.
 class Workspace {

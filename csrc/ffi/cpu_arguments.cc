@@ -21,8 +21,8 @@ constexpr int64_t kMostInt32 = std::numeric_limits<int32_t>::max();
 // Rows of the rings where the caller leaves the choice: enough for the usual layer in one
 // macrobatch, and the rings stay within some hundred MB.
 constexpr int64_t kDefaultMacrobatchRows = 8192;
-// Rows of an expert that go through the GEMMs together: packing a weight panel then costs a few
-// percent, and the rows of a group still stay in the L2 cache.
+// Rows of an expert that go through the GEMMs together: each weight panel is copied, or widened
+// from bfloat16, once for them all, and they still stay in the L2 cache.
 constexpr int64_t kDefaultMinibatchRows = 512;
 constexpr int64_t kRowsStep = 64;  // the settings above are given in multiples of this
 

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "cpu/thread_pool.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
