@@ -306,7 +306,7 @@ def _in_shard_map(run, ids, ops: Operands, topology, token_axes, *, inside: bool
     """Runs `run(ids, ops)` with every mesh axis manual that is not so yet."""
     x = ops.x
     leading = x.shape[:-1]
-    explicit = topology.explicit and not topology.manual_axes
+    explicit = topology.explicit
     axes = _token_axes(token_axes, topology, x, inside=inside, explicit=explicit)
     ways = topology.size(axes)
     count = math.prod(leading)
@@ -381,13 +381,15 @@ def _token_axes(token_axes, topology, x, *, inside: bool, explicit: bool):
     return topology.own_axes
 
 
-def _explicit_part(spec: P, mesh) -> NamedSharding:
+def _explicit_part(spec: P, mesh) -> P | NamedSharding:
     """`spec` without the axes that the compiler manages: types do not mention those."""
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     keep = lambda names: tuple(
         n for n in _topology.axis_names("spec", names) if types[n] == AxisType.Explicit
     )
-    return NamedSharding(mesh, P(*(keep(names) for names in spec)))
+    spec = P(*(keep(names) for names in spec))
+    # Inside the caller's shard_map the mesh is the one of the context.
+    return spec if AxisType.Manual in mesh.axis_types else NamedSharding(mesh, spec)
 
 
 def _local(ids, ops: Operands, *, topology, implementation, activation, config, num_experts):

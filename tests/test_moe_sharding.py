@@ -1,5 +1,6 @@
 """Meshes and shard_map: where `moe` may be called, and what moves between the devices."""
 
+import contextlib
 import functools
 import re
 
@@ -196,10 +197,15 @@ def test_gradient_taken_inside_the_callers_shard_map(case, want, implementation)
     cases.assert_close(mapped(case.args, case.ids, case.cotangent), want[1], EXACT)
 
 
-def test_caller_makes_only_some_axes_manual(implementation):
-    """The data axis left to the compiler: the layer makes it manual by itself."""
+@pytest.mark.parametrize("data", [AxisType.Auto, AxisType.Explicit])
+def test_caller_makes_only_some_axes_manual(implementation, data):
+    """The data axis left to the compiler or to the types: the layer makes it manual by itself."""
     case = cases.make(tokens=(8, 6), biases=True)
-    mesh = cases.mesh((2, 4), ("data", "expert"))
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(2, 4),
+        ("data", "expert"),
+        axis_types=(data, AxisType.Auto),
+    )
     tokens, expert = P("expert"), P("expert")
     mapped = jax.shard_map(
         lambda x, ids, w, *weights: jax_mok.moe(x, ids, w, *weights, implementation=implementation),
@@ -210,7 +216,8 @@ def test_caller_makes_only_some_axes_manual(implementation):
     )
     args = (case.x, case.ids, case.weights, case.w_gate, case.w_up, case.w_down)
     case.biases = None
-    cases.assert_close(jax.jit(mapped)(*args), case.reference()[0], EXACT)
+    with jax.set_mesh(mesh) if data == AxisType.Explicit else contextlib.nullcontext():
+        cases.assert_close(jax.jit(mapped)(*args), case.reference()[0], EXACT)
 
 
 def _collectives(hlo: str) -> dict[str, list[int]]:
