@@ -2,7 +2,12 @@
 holds, on which stream, and that nothing gathers tokens or weights behind the caller's back.
 """
 
+import importlib.util
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import cases
 import jax
@@ -199,6 +204,62 @@ def test_more_slots_than_the_kernels_take():
     topology = jax_mok._topology.find(None, None, ())
     chosen, reason = runtime.choose(None, topology, jnp.dtype(jnp.bfloat16), 33)
     assert chosen == "xla" and "32 slots" in reason
+
+
+def has_cuda_plugin() -> bool:
+    found = importlib.util.find_spec
+    return found("jax_plugins") is not None and found("jax_plugins.xla_cuda13") is not None
+
+
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "CollectivePermute")
+
+
+def issued(text: str):
+    """(kind, stream, what else is under way as (kind, stream)) of each operation of a schedule as
+    XLA dumps it: calls and collectives, in the order of their issue."""
+    under_way = {}  # by the id of its start
+    for line in text.splitlines():
+        match = re.match(r"(\s*)\d+: k(\w+)", line)
+        if not match:
+            continue
+        indented, kind = bool(match[1]), match[2]
+        name = re.search(r"async_id=(\d+)", line)
+        if kind == "AsyncStart":
+            scope = name[1], re.search(r"stream=(\w+\[\d+\])", line)[1]
+        elif kind == "AsyncDone":
+            under_way.pop(name[1], None)
+        elif kind == "CommandBuffer":
+            scope = None, "main"
+        elif kind in COLLECTIVES or kind == "CustomCall":
+            key, stream = scope if indented else (None, "main")
+            yield kind, stream, list(under_way.values())
+            if key is not None:
+                under_way[key] = kind, stream
+
+
+@pytest.mark.skipif(not has_cuda_plugin(), reason="needs JAX's CUDA 13 plugin")
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_latency_hiding_scheduler=true"])
+def test_nothing_that_waits_for_a_peer_runs_beside_a_call(flags, tmp_path):
+    """A call holds every multiprocessor until its peers have come. A collective of XLA on another
+    stream meanwhile, a synchronous one on the main stream say, would be a deadlock."""
+    worker = pathlib.Path(__file__).with_name("cuda_schedule_worker.py")
+    subprocess.run(
+        [sys.executable, str(worker), str(tmp_path), flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=True,
+    )
+    schedules = sorted(tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt"))
+    assert len(schedules) == 2
+    for schedule in schedules:
+        operations = list(issued(schedule.read_text()))
+        kinds = [kind for kind, _, _ in operations]
+        assert kinds.count("CustomCall") >= 3 and set(kinds) & set(COLLECTIVES), kinds
+        streams = {stream for kind, stream, _ in operations if kind == "CustomCall"}
+        assert streams == {"communication_stream[0]"}
+        for kind, stream, others in operations:
+            for other, its_stream in others:
+                if "CustomCall" in (kind, other):
+                    assert stream == its_stream, f"{kind} beside {other} in {schedule.name}"
 
 
 def test_export_for_cuda(mesh):

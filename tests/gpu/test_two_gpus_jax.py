@@ -3,6 +3,7 @@ weights gathered next to it, with one rank late or missing.
 """
 
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 
 import cases
 import jax
@@ -101,6 +103,16 @@ def test_calls_that_do_not_depend_on_each_other():
             cases.assert_same_bits(y, one(args[0] * (i + 1), args[1:], ids), f"call {i}")
 
 
+def test_host_threads_leave_a_call_once_it_runs():
+    case = make(256, 256, 128, 16, 4)
+    before = {c["device"]: c["begun"] for c in _cuda.core.begun()}
+    run_on(two_gpus(), case)
+    after = _cuda.core.begun()
+    assert {c["rank"] for c in after} >= {0, 1}
+    assert all(c["begun"] == c["launched"] for c in after)
+    assert sum(c["begun"] > before.get(c["device"], 0) for c in after) >= 2
+
+
 def beside_collectives(case, mesh):
     """Layers, sums and gathers that do not depend on each other, many of each, in one program."""
 
@@ -132,6 +144,43 @@ def test_beside_collectives():
         assert np.isfinite(np.asarray(total))
         for i, y in enumerate(np.moveaxis(np.asarray(ys), 1, 0)):
             cases.assert_same_bits(np.ascontiguousarray(y), wanted[i], f"call {i}")
+
+
+def load_and_unload(mesh, over):
+    """Programs of one device that come and go: what the driver does for them may wait for GPUs."""
+    seed = 0
+    while not over.is_set():
+        for device in mesh.devices.flat:
+            seed += 1
+            x = jax.device_put(np.full((64, 64), seed, np.float32), device)
+            np.asarray(jax.jit(lambda x, s=seed: jnp.sin(x @ x) * s)(x))
+        gc.collect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["quiet", "moving buffers", "loading programs"])
+def test_beside_collectives_many_times(host):
+    """With moving buffers XLA updates its command buffers in every run, right after the last call
+    is launched."""
+    case, mesh = make(512, 512, 256, 16, 4), two_gpus()
+    args, ids = placed(case, mesh)
+    program = beside_collectives(case, mesh)
+    wanted = np.asarray(jax_mok.synchronize(program(args, ids))[0])
+    over = threading.Event()
+    thread = threading.Thread(target=load_and_unload, args=(mesh, over))
+    if host == "loading programs":
+        thread.start()
+    try:
+        kept = []
+        for i in range(300):
+            ys, _ = jax_mok.synchronize(program(args, ids))
+            if host == "moving buffers":
+                kept = [*kept, ys][-1 - i % 5 :]
+            cases.assert_same_bits(np.asarray(ys), wanted, f"run {i}")
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def fsdp_step(case, mesh, layers):
