@@ -218,23 +218,24 @@ def issued(text: str):
     """(kind, stream, what else is under way as (kind, stream)) of each operation of a schedule as
     XLA dumps it: calls and collectives, in the order of their issue."""
     under_way = {}  # by the id of its start
+    start = None  # the one that the operations further to the right belong to: (indent, id, stream)
     for line in text.splitlines():
-        match = re.match(r"(\s*)\d+: k(\w+)", line)
+        match = re.match(r"( *)\d+: k(\w+)", line)
         if not match:
             continue
-        indented, kind = bool(match[1]), match[2]
+        indent, kind = len(match[1]), match[2]
+        if start is not None and indent <= start[0]:
+            start = None
         name = re.search(r"async_id=(\d+)", line)
         if kind == "AsyncStart":
-            scope = name[1], re.search(r"stream=(\w+\[\d+\])", line)[1]
+            start = indent, name[1], re.search(r"stream=(\w+\[\d+\])", line)[1]
         elif kind == "AsyncDone":
             under_way.pop(name[1], None)
-        elif kind == "CommandBuffer":
-            scope = None, "main"
         elif kind in COLLECTIVES or kind == "CustomCall":
-            key, stream = scope if indented else (None, "main")
+            stream = start[2] if start else "main"
             yield kind, stream, list(under_way.values())
-            if key is not None:
-                under_way[key] = kind, stream
+            if start:
+                under_way[start[1]] = kind, stream
 
 
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs JAX's CUDA 13 plugin")
@@ -248,7 +249,7 @@ def test_nothing_that_waits_for_a_peer_runs_beside_a_call(flags, tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         check=True,
     )
-    schedules = sorted(tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt"))
+    schedules = sorted(tmp_path.glob("*.thunk_sequence.txt"))
     assert len(schedules) == 2
     for schedule in schedules:
         operations = list(issued(schedule.read_text()))
