@@ -71,8 +71,6 @@ struct ForwardBuffers {
   void* workspace = nullptr;              // workspace_bytes(); contents do not matter
   void* heaps[kMaxRanks] = {};            // heap of every rank, as addressed from this device
   struct Status* status = nullptr;        // [num_virtual_ranks], in memory that outlives the call
-  uint32_t* begun = nullptr;              // host memory, or null: `ticket` is written to it once
-  uint32_t ticket = 0;                    // all CTAs of the persistent kernel hold their SMs
 };
 
 // What went wrong first. Written once; the host reads it after synchronising and clears it (all

@@ -101,14 +101,6 @@ MOK_DEVICE void run_consumer(const ForwardParams& p, ComputeStorage& storage, in
   }
 }
 
-// One thread of every CTA: the last one tells the host that nothing can keep the kernel from
-// running any more.
-MOK_DEVICE void say_begun(const ForwardParams& p, int v) {
-  if (p.buffers.begun == nullptr) return;
-  if (atomicAdd(&p.control(v)->ctas_begun, 1) + 1 == p.geometry.ctas_per_rank)
-    *static_cast<volatile uint32_t*>(p.buffers.begun) = p.buffers.ticket;
-}
-
 template <ActivationKind kKind>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward_sm90(const __grid_constant__ ForwardParams p) {
@@ -125,7 +117,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {
-    say_begun(p, v);
     cta_abort = p.control(v)->abort;  // set by the plan: nothing is run then
     if (cta < num_compute) {
       ComputeStorage& storage = *reinterpret_cast<ComputeStorage*>(aligned);

@@ -29,11 +29,10 @@ struct Span {
 
 // Words that the CTAs of one rank share during a call; zeroed at its start.
 struct RankControl {
-  uint32_t abort;       // not 0: leave as soon as possible
-  uint32_t verdict;     // Verdict, decided by one CTA once the peers have pushed their results
-  uint32_t ctas_done;   // CTAs whose results are pushed
-  uint32_t ctas_begun;  // CTAs that hold their SM
-  uint32_t unused[28];
+  uint32_t abort;      // not 0: leave as soon as possible
+  uint32_t verdict;    // Verdict, decided by one CTA once the peers have pushed their results
+  uint32_t ctas_done;  // CTAs whose results are pushed
+  uint32_t unused[29];
 };
 enum Verdict : uint32_t { kPending = 0, kSum = 1, kFail = 2 };
 

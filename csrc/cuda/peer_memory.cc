@@ -10,7 +10,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <tuple>
 
 #include "cuda/layout.h"
@@ -148,17 +147,12 @@ std::string allocate(PeerHeap* heap, NcclComm* comm, const Workshop& shop) {
     if (cudaError_t e = init_heap(heap->addresses.back(), shop.stream))
       return text("clearing the peer heap", e);
   }
-  // On the host, so that it can be read whatever the device is doing. The word after the records is
-  // that of `begin`.
-  const size_t status_bytes = sizeof(Status) * (heap->num_virtual_ranks + 1);
+  // On the host, so that it can be read whatever the device is doing.
+  const size_t status_bytes = sizeof(Status) * heap->num_virtual_ranks;
   if (cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&heap->status), status_bytes,
                                     cudaHostAllocMapped | cudaHostAllocPortable))
     return text("cudaHostAlloc", e);
   std::memset(static_cast<void*>(heap->status), 0, status_bytes);
-  if (comm != nullptr) {
-    heap->begin = std::make_shared<BeginWord>();
-    heap->begin->word = reinterpret_cast<uint32_t*>(heap->status + heap->num_virtual_ranks);
-  }
   return shop.wait();
 }
 
@@ -169,7 +163,6 @@ void release(PeerHeap* heap, NcclComm* comm) {
     else
       cudaFree(heap->addresses[0]);
   }
-  heap->begin = nullptr;
   if (heap->status != nullptr) cudaFreeHost(heap->status);
   heap->addresses.clear();
   heap->status = nullptr;
@@ -220,7 +213,7 @@ void join_meeting(int64_t name, PeerHeap* heap) {
   std::lock_guard<std::mutex> lock(registry().mutex);
   std::shared_ptr<LocalMeeting>& meeting = registry().meetings[name];
   if (meeting == nullptr) meeting = std::make_shared<LocalMeeting>();
-  meeting->join(heap->rank);
+  meeting->join();
   heap->meeting = meeting;
 }
 
@@ -288,39 +281,22 @@ std::string check_need(const HeapNeed& need, int* rank) {
 
 }  // namespace
 
-void LocalMeeting::join(int rank) {
+void LocalMeeting::join() {
   std::lock_guard<std::mutex> lock(mutex_);
-  steps_[rank] = 0;
+  ++expected_;
 }
 
-bool LocalMeeting::alone() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return steps_.size() <= 1;
-}
-
-void LocalMeeting::meet(int rank, uint64_t step, double seconds) {
+void LocalMeeting::meet(double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
-  steps_[rank] = step;
-  moved_.notify_all();
-  moved_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
-    return std::all_of(steps_.begin(), steps_.end(),
-                       [&](const auto& s) { return s.second >= step; });
-  });
-}
-
-void BeginWord::wait(uint32_t launch, double seconds) const {
-  using Clock = std::chrono::steady_clock;
-  const volatile uint32_t* const begun = word;
-  const auto start = Clock::now();
-  while (static_cast<int32_t>(*begun - launch) < 0) {
-    const auto passed = Clock::now() - start;
-    if (passed > std::chrono::duration<double>(seconds)) return;
-    // What ran before the launch may take long; a launch behind nothing begins in 50 us.
-    if (passed < std::chrono::microseconds(100))
-      std::this_thread::yield();
-    else
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+  const uint64_t round = round_;
+  if (++arrived_ == expected_) {
+    arrived_ = 0;
+    ++round_;
+    all_here_.notify_all();
+    return;
   }
+  const auto over = [&] { return round_ != round; };
+  if (!all_here_.wait_for(lock, std::chrono::duration<double>(seconds), over)) --arrived_;
 }
 
 std::string make_heap(const HeapNeed& need, const PeerHeap** heap) {

@@ -12,11 +12,9 @@
 // order, which is the same on all ranks.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,27 +28,16 @@ namespace jax_mok::cuda {
 // Where the host threads of a group's devices in this process wait for each other.
 class LocalMeeting {
  public:
-  void join(int rank);  // once for every device, before any of them meets
-  bool alone();         // whether only one has joined
+  void join();  // once for every device, before any of them meets
 
-  // Steps grow, and mean the same to all. Returns when all have come to `step` or one after it, or
-  // after `seconds`: who is missing then shows on the device.
-  void meet(int rank, uint64_t step, double seconds);
+  // Returns when all have come, or after `seconds`: who is missing then shows on the device.
+  void meet(double seconds);
 
  private:
   std::mutex mutex_;
-  std::condition_variable moved_;
-  std::map<int, uint64_t> steps_;  // where each rank is
-};
-
-// A word of host memory to which a device writes the number of the last launch that has begun to
-// run, all of it.
-struct BeginWord {
-  uint32_t* word = nullptr;
-  std::atomic<uint64_t> launches{0};
-
-  // Returns once launch number `launch` has begun, or after `seconds`.
-  void wait(uint32_t launch, double seconds) const;
+  std::condition_variable all_here_;
+  int expected_ = 0, arrived_ = 0;
+  uint64_t round_ = 0;
 };
 
 struct PeerHeap {
@@ -62,9 +49,7 @@ struct PeerHeap {
   size_t used = 0;               // the most that a call has asked for
   std::vector<void*> addresses;  // heap of every rank
   Status* status = nullptr;      // [num_virtual_ranks], host memory that the device can write
-  // Null with one rank or virtual ranks:
-  std::shared_ptr<LocalMeeting> meeting;
-  std::shared_ptr<BeginWord> begin;
+  std::shared_ptr<LocalMeeting> meeting;  // null with one rank or virtual ranks
 };
 
 struct HeapNeed {

@@ -7,8 +7,7 @@
 // What others do in the same process counts too: a cudaMalloc, or the first use of a kernel, by the
 // host thread of one device can wait for the kernel of another, with the driver's lock held, so
 // that a third cannot launch what that kernel waits for. So the threads of a group's devices meet
-// before they launch a call and again once it runs on all of their devices: a launch alone is not
-// enough, work of another thread may still come before it. Between the two none does anything else.
+// before they launch a call and again after it; between the two none does anything else.
 #include "ffi/cuda_handlers.h"
 
 #include <exception>
@@ -161,18 +160,12 @@ xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicat
     return error;
   for (int r = 0; r < call->facts.num_ranks; ++r) buffers.heaps[r] = heap->addresses[r];
   buffers.status = heap->status;
-  if (heap->meeting == nullptr || heap->meeting->alone()) {
-    e = cuda::launch_forward(call->facts, heap->rank, buffers, stream, call->hooks);
-  } else {
-    const double seconds = call->facts.start_timeout_seconds;
-    buffers.begun = heap->begin->word;
-    const uint64_t launch = ++heap->begin->launches;  // the same on all ranks
-    buffers.ticket = static_cast<uint32_t>(launch);
-    heap->meeting->meet(heap->rank, 2 * launch, seconds);
-    e = cuda::launch_forward(call->facts, heap->rank, buffers, stream, call->hooks);
-    if (e == cudaSuccess && call->facts.num_tokens > 0) heap->begin->wait(buffers.ticket, seconds);
-    heap->meeting->meet(heap->rank, 2 * launch + 1, seconds);
-  }
+  const auto meet = [&] {
+    if (heap->meeting != nullptr) heap->meeting->meet(call->facts.start_timeout_seconds);
+  };
+  meet();
+  e = cuda::launch_forward(call->facts, heap->rank, buffers, stream, call->hooks);
+  meet();
   if (e == cudaSuccess) return xffi::Error::Success();
   cudaGetLastError();
   return failed(std::string("the launch failed: ") + cudaGetErrorString(e));

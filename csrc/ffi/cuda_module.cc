@@ -126,22 +126,6 @@ std::vector<nb::dict> heaps() {
   return result;
 }
 
-// Of every heap whose host threads wait for kernels to begin: launches so far, and the last one
-// that has begun.
-std::vector<nb::dict> begun() {
-  std::vector<nb::dict> result;
-  for (const cuda::PeerHeap& heap : cuda::all_heaps()) {
-    if (heap.begin == nullptr) continue;
-    nb::dict entry;
-    entry["device"] = heap.device;
-    entry["rank"] = heap.rank;
-    entry["launched"] = static_cast<uint32_t>(heap.begin->launches.load());
-    entry["begun"] = *static_cast<const volatile uint32_t*>(heap.begin->word);
-    result.push_back(entry);
-  }
-  return result;
-}
-
 std::vector<nb::dict> take_faults() {
   std::vector<nb::dict> result;
   for (const cuda::Status& s : cuda::take_faults()) {
@@ -180,6 +164,5 @@ NB_MODULE(_cuda_core, m) {
   m.def("can_access_peer", &can_access_peer, nb::arg("device"), nb::arg("peer"));
   m.def("versions", &versions);
   m.def("heaps", &heaps, "Peer memory of this process");
-  m.def("begun", &begun, "Which launches have begun to run, for tests");
   m.def("take_faults", &take_faults, "Faults since the last call of this; clears them");
 }

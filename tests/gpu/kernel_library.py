@@ -104,8 +104,6 @@ class _Buffers(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in _POINTERS],
         ("heaps", ctypes.c_void_p * MAX_RANKS),
         ("status", ctypes.c_void_p),
-        ("begun", ctypes.c_void_p),
-        ("ticket", ctypes.c_uint32),
     ]
 
 

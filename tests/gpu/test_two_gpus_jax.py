@@ -103,16 +103,6 @@ def test_calls_that_do_not_depend_on_each_other():
             cases.assert_same_bits(y, one(args[0] * (i + 1), args[1:], ids), f"call {i}")
 
 
-def test_host_threads_leave_a_call_once_it_runs():
-    case = make(256, 256, 128, 16, 4)
-    before = {c["device"]: c["begun"] for c in _cuda.core.begun()}
-    run_on(two_gpus(), case)
-    after = _cuda.core.begun()
-    assert {c["rank"] for c in after} >= {0, 1}
-    assert all(c["begun"] == c["launched"] for c in after)
-    assert sum(c["begun"] > before.get(c["device"], 0) for c in after) >= 2
-
-
 def beside_collectives(case, mesh):
     """Layers, sums and gathers that do not depend on each other, many of each, in one program."""
 
