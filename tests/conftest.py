@@ -8,7 +8,6 @@ import sys
 # puts it first, and so does a `python -c` that a test starts from there.
 _TESTS = pathlib.Path(__file__).resolve().parent
 sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != _TESTS.parent]
-os.chdir(_TESTS)
 
 # Before JAX is imported. A device machine that asks for another platform keeps it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -47,6 +46,11 @@ def pytest_collection_modifyitems(config, items):
     for item, needed in marked:
         if found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPUs, found {found}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def outside_the_source_tree():
+    os.chdir(_TESTS)
 
 
 @pytest.fixture(params=["fused", "xla"])
