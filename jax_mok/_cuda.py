@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compute_on import compute_on
 
 from jax_mok import _core, _topology, xla
-from jax_mok._fused import OUTPUT_NAME, _cast
+from jax_mok._fused import OUTPUT_NAME
 from jax_mok.config import Activation, Config
 from jax_mok.errors import MokError
 from jax_mok.ffi import FORWARD_CUDA, Operands, result_like
@@ -117,7 +116,7 @@ def why_not(topology: _topology.Topology, *, dtype: Any = None, top_k: int | Non
             )
     if topology.num_ranks == 1 or _topology.concrete_mesh(topology.mesh) is None:
         return ""
-    for group in groups(topology):
+    for group in topology.groups():
         why = _why_not_linked([devices[i] for i in group])
         if why:
             return why
@@ -161,21 +160,6 @@ def _multiprocessors() -> int:
     return max(counts, default=MULTIPROCESSORS)
 
 
-def groups(topology: _topology.Topology) -> tuple[tuple[int, ...], ...]:
-    """The groups of expert ranks of the mesh, each in the order of its ranks.
-
-    Devices are named by their place in the mesh, which is XLA's number for them in the program.
-    """
-    if topology.num_ranks == 1:
-        return ()
-    names, shape = list(topology.mesh.axis_names), topology.mesh.shape
-    places = np.arange(math.prod(shape.values())).reshape([shape[n] for n in names])
-    expert = [names.index(a) for a in topology.expert_axes]
-    others = [i for i in range(len(names)) if i not in expert]
-    rows = places.transpose(others + expert).reshape(-1, topology.num_ranks)
-    return tuple(tuple(int(i) for i in row) for row in rows)
-
-
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """The static part of a call. Hashable."""
@@ -210,7 +194,7 @@ class Spec:
             "minibatch_size": config.minibatch_size or 0,
             "macrobatch_size": config.macrobatch_size or 0,
             "ring_size": self.testing.ring_size,
-            "activation": ("swiglu", "geglu", "reglu").index(act.kind),
+            "activation": act.number,
             "jitter_seed": self.testing.jitter_seed,
             "absent_rank": self.testing.absent_rank,
         }
@@ -249,7 +233,7 @@ def moe(
     spec = Spec(
         num_ranks=topology.num_ranks,
         num_experts=num_experts,
-        groups=groups(topology),
+        groups=topology.groups(),
         activation=activation,
         config=config,
         testing=options,
@@ -262,11 +246,11 @@ def moe(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(spec: Spec, ids: jax.Array, ops: Operands) -> jax.Array:
-    return _forward_call(spec, ids, _cast(ops))
+    return _forward_call(spec, ids, ops.with_weights_as_x())
 
 
 def _forward(spec, ids, ops):
-    y = _forward_call(spec, ids, _cast(ops))
+    y = _forward_call(spec, ids, ops.with_weights_as_x())
     return checkpoint_name(y, OUTPUT_NAME), (ids, ops)
 
 

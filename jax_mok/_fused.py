@@ -2,7 +2,6 @@
 one backward. Both are pure, so that remat, scan, CSE and dead-code elimination see what they need.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -29,12 +28,12 @@ def fused(spec: CallSpec, topology: jax.Array, ids: jax.Array, ops: Operands) ->
       ops: the differentiable operands; the expert weights may be float32 where x is not: they are
         cast for the call, and their gradients come back without rounding.
     """
-    return ffi.forward(spec, topology, ids, _cast(ops), save=False)[0]
+    return ffi.forward(spec, topology, ids, ops.with_weights_as_x(), save=False)[0]
 
 
 def _forward(spec, topology, ids, ops):
     save = spec.residuals == "save"
-    y, saved = ffi.forward(spec, topology, ids, _cast(ops), save=save)
+    y, saved = ffi.forward(spec, topology, ids, ops.with_weights_as_x(), save=save)
     y = checkpoint_name(y, OUTPUT_NAME)
     saved = checkpoint_name(saved, RESIDUAL_NAME) if save else None
     return y, (topology, ids, ops, saved)
@@ -43,19 +42,9 @@ def _forward(spec, topology, ids, ops):
 def _backward(spec, residuals, dy):
     topology, ids, ops, saved = residuals
     grads = ffi.backward(
-        spec, topology, dy, ids, _cast(ops), saved, weight_grad_dtype=ops.w_gate.dtype
+        spec, topology, dy, ids, ops.with_weights_as_x(), saved, weight_grad_dtype=ops.w_gate.dtype
     )
     return None, None, grads
 
 
 fused.defvjp(_forward, _backward)
-
-
-def _cast(ops: Operands) -> Operands:
-    dtype = ops.x.dtype
-    return dataclasses.replace(
-        ops,
-        w_gate=ops.w_gate.astype(dtype),
-        w_up=ops.w_up.astype(dtype),
-        w_down=ops.w_down.astype(dtype),
-    )

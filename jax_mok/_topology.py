@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AxisNames = tuple[str, ...]
@@ -81,11 +82,22 @@ class Topology:
         concrete = concrete_mesh(self.mesh)
         if concrete is None:
             return None
-        names = list(concrete.axis_names)
-        keep = [names.index(a) for a in self.expert_axes]
-        rest = [i for i in range(len(names)) if i not in keep]
-        groups = concrete.devices.transpose(rest + keep).reshape(-1, self.num_ranks)
-        return all(len({d.process_index for d in group}) == 1 for group in groups)
+        process = [device.process_index for device in concrete.devices.flat]
+        return all(len({process[i] for i in group}) == 1 for group in self.groups())
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of expert ranks of the mesh, each in the order of its ranks; () for one.
+
+        Devices are named by their place in the mesh, which is XLA's number for them in the program.
+        """
+        if self.num_ranks == 1:
+            return ()
+        axes, shape = list(self.all_axes), self.mesh.shape
+        places = np.arange(self.size(self.all_axes)).reshape([shape[a] for a in axes])
+        expert = [axes.index(a) for a in self.expert_axes]
+        others = [i for i in range(len(axes)) if i not in expert]
+        rows = places.transpose(others + expert).reshape(-1, self.num_ranks)
+        return tuple(tuple(int(i) for i in row) for row in rows)
 
 
 def concrete_mesh(mesh: Any) -> Mesh | None:

@@ -126,6 +126,11 @@ class Activation:
     limit: float = math.inf
     up_offset: float = 0.0
 
+    @property
+    def number(self) -> int:
+        """What the native side calls `kind`."""
+        return ACTIVATIONS.index(self.kind)
+
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """act(gate) · (up + up_offset); any shape, computed in the arguments' dtype."""
         if self.limit != math.inf:

@@ -90,7 +90,6 @@ class CallSpec:
     residuals: str
 
     def attributes(self, *, save: bool) -> dict[str, np.generic]:
-        kind = ("swiglu", "geglu", "reglu").index(self.activation.kind)
         return {
             "num_ranks": np.int64(self.num_ranks),
             "world": np.int64(self.world),
@@ -98,7 +97,7 @@ class CallSpec:
             "macrobatch_rows": np.int64(self.macrobatch_rows),
             "minibatch_rows": np.int64(self.minibatch_rows),
             "save": np.int64(save),
-            "activation": np.int64(kind),
+            "activation": np.int64(self.activation.number),
             "alpha": np.float32(self.activation.alpha),
             "limit": np.float32(self.activation.limit),
             "up_offset": np.float32(self.activation.up_offset),
@@ -150,6 +149,12 @@ class Operands:
     biases: tuple[jax.Array, jax.Array, jax.Array] | None
     shared: tuple[jax.Array, jax.Array, jax.Array] | None
     shared_gate: jax.Array | None
+
+    def with_weights_as_x(self) -> "Operands":
+        """The same with the routed experts' weights in the dtype of x, as the custom calls take
+        them: they may be float32 where x is not."""
+        cast = {n: getattr(self, n).astype(self.x.dtype) for n in ("w_gate", "w_up", "w_down")}
+        return dataclasses.replace(self, **cast)
 
     def optional(self) -> list[jax.Array]:
         """The optional operands in the order of the handlers, absent ones as scalars."""

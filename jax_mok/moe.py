@@ -317,15 +317,7 @@ def _in_shard_map(run, ids, ops: Operands, topology, token_axes, *, inside: bool
         )
     if not leading or leading[0] % ways:
         # The first dim alone cannot be split so: split the tokens.
-        flat = lambda a, tail: a.reshape(count, *tail)
-        ids_ = flat(ids, ids.shape[-1:])
-        ops_ = dataclasses.replace(
-            ops,
-            x=flat(x, x.shape[-1:]),
-            expert_weights=flat(ops.expert_weights, ids.shape[-1:]),
-            shared_gate=None if ops.shared_gate is None else flat(ops.shared_gate, ()),
-        )
-        y = _in_shard_map(run, ids_, ops_, topology, axes, inside=inside)
+        y = _in_shard_map(run, *_flat_tokens(ids, ops), topology, axes, inside=inside)
         return y.reshape(x.shape)
 
     token, expert = P(axes), P(topology.expert_axes if not inside else None)
@@ -392,20 +384,22 @@ def _explicit_part(spec: P, mesh) -> P | NamedSharding:
     return spec if AxisType.Manual in mesh.axis_types else NamedSharding(mesh, spec)
 
 
+def _flat_tokens(ids, ops: Operands):
+    """(ids, operands) with all leading dims, the tokens, as one."""
+    leading = ops.x.shape[:-1]
+    flat = lambda a: a.reshape(math.prod(leading), *a.shape[len(leading) :])
+    return flat(ids), dataclasses.replace(
+        ops,
+        x=flat(ops.x),
+        expert_weights=flat(ops.expert_weights),
+        shared_gate=None if ops.shared_gate is None else flat(ops.shared_gate),
+    )
+
+
 def _local(ids, ops: Operands, *, topology, implementation, activation, config, num_experts):
     """One rank's part: local arrays in, local y out; every mesh axis is manual here."""
     shape = ops.x.shape
-    flat = lambda a, tail: (
-        a.reshape(-1, *tail) if a.size else a.reshape(math.prod(shape[:-1]), *tail)
-    )
-    ids = flat(ids, ids.shape[-1:])
-    ops = dataclasses.replace(
-        ops,
-        x=flat(ops.x, shape[-1:]),
-        expert_weights=flat(ops.expert_weights, ids.shape[-1:]),
-        shared_gate=None if ops.shared_gate is None else ops.shared_gate.reshape(-1),
-    )
-    ids, ops = _vary_alike((ids, ops), topology)
+    ids, ops = _vary_alike(_flat_tokens(ids, ops), topology)
     if implementation == "xla":
         y = xla.moe(
             ids,

@@ -13,7 +13,7 @@ logger = logging.getLogger("jax_mok")
 
 IMPLEMENTATIONS = ("fused", "xla")
 
-# What two GPUs showed: right in every test, but one of four runs beside XLA's own collectives ended
+# What two GPUs showed: right in every test, but one of five runs beside XLA's own collectives ended
 # in a time-out (a MokError, not a hang). Until that is understood it has to be asked for.
 SEVERAL_GPUS_NOTE = (
     'experts on several GPUs: implementation="fused" has to be asked for, since a call of it '

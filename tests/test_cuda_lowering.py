@@ -92,7 +92,7 @@ def test_groups_follow_the_mesh():
 def test_two_expert_axes_in_the_callers_order():
     mesh = cases.mesh((2, 2, 2), ("a", "b", "c"))
     topology = jax_mok._topology.find(mesh, ("c", "a"), ())
-    assert _cuda.groups(topology) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    assert topology.groups() == ((0, 4, 1, 5), (2, 6, 3, 7))
 
 
 def test_under_grad_scan_and_checkpoint(mesh):
