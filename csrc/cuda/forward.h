@@ -41,6 +41,8 @@ struct ForwardFacts {
   bool has_biases = false;
   int32_t shared_intermediate = 0;  // S of the shared experts, a multiple of 64; 0 = none
   bool has_shared_gate = false;
+  // The forward leaves the dispatched tokens and gate|up of its last macrobatch for the backward.
+  bool save = false;
 
   int32_t num_comm_sms = 0;              // 0: communication runs in spare warps of the compute CTAs
   int32_t minibatch_size = 0;            // rows of one expert handed to the GEMM together
@@ -68,6 +70,8 @@ struct ForwardBuffers {
   const void* s_down = nullptr;           // bf16 [S, H], or null
   const float* s_scale = nullptr;         // [T], or null (= 1)
   void* y = nullptr;                      // bf16 [T, H]
+  void* saved_x = nullptr;                // bf16 [saved_rows(), H], or null
+  void* saved_gate_up = nullptr;          // bf16 [saved_rows(), 2 I], laid out our way
   void* workspace = nullptr;              // workspace_bytes(); contents do not matter
   void* heaps[kMaxRanks] = {};            // heap of every rank, as addressed from this device
   struct Status* status = nullptr;        // [num_virtual_ranks], in memory that outlives the call
@@ -82,7 +86,17 @@ enum class FaultCode : int32_t {
   kIdOutOfRange = 3,  // expert id `value` at (rank `tile`, token `counter`, slot `target`)
   kIdRepeated = 4,    // likewise: an earlier slot of the token has the same id
 };
-enum class FaultPhase : int32_t { kStart, kDispatch, kGateUp, kDown, kCombine };
+enum class FaultPhase : int32_t {
+  kStart,
+  kDispatch,
+  kGateUp,
+  kDown,
+  kCombine,
+  // of the backward
+  kGradHidden,
+  kGradInput,
+  kGradWeight,
+};
 struct Status {
   int32_t code;     // FaultCode
   int32_t rank;     // the rank that found it
@@ -108,6 +122,9 @@ std::string check(const ForwardFacts& facts);
 // one after the other).
 size_t workspace_bytes(const ForwardFacts& facts, int num_sms);
 size_t heap_bytes(const ForwardFacts& facts);
+
+// Rows of one rank's saved_x and saved_gate_up: a macrobatch.
+int64_t saved_rows(const ForwardFacts& facts);
 
 // Loads every kernel and sets its attributes, on the current device; fails on a device that is not
 // sm_90 or cannot hold the kernel. Must not run while another rank's kernel waits for this one.
