@@ -8,17 +8,17 @@ namespace jax_mok::cuda {
 
 // All threads of the rank's first CTA. Decides for the whole rank whether the sum may be formed, so
 // that a rank's output is either all there or all NaN.
-__device__ inline void meet_peers(const ForwardParams& p, const Watch& watch, int v) {
+__device__ inline void meet_peers(const CallParams& p, const Watch& watch, int v) {
   const int num_ranks = p.geometry.shape.num_ranks;
   HeapControl* own = p.heap_control(watch.rank);
-  if (threadIdx.x == 0)
+  if (thread_index() == 0)
     wait_counter(watch, &watch.control->ctas_done, p.geometry.ctas_per_rank, FaultPhase::kCombine,
                  0, -1);
   __syncthreads();
   bool good = load_acquire_gpu(&watch.control->abort) == 0;
   good = __syncthreads_and(good);
   jitter(p, 0x20000);
-  const int peer = threadIdx.x;
+  const int peer = thread_index();
   if (good) {
     bool came = true;
     if (peer < num_ranks) {
@@ -29,7 +29,7 @@ __device__ inline void meet_peers(const ForwardParams& p, const Watch& watch, in
   }
   if (!good && peer < num_ranks)
     store_release_sys(&p.heap_control(peer)->failed[watch.rank], watch.call);
-  if (threadIdx.x == 0) store_release_gpu(&watch.control->verdict, good ? kSum : kFail);
+  if (thread_index() == 0) store_release_gpu(&watch.control->verdict, good ? kSum : kFail);
 }
 
 // Sums of 8 columns, in fp32.
@@ -50,10 +50,12 @@ struct ColumnSums {
   }
 };
 
-// y of one token at 8 columns, and at the 8 columns half a row further: sums over the slots in use
-// of weight * result, in slot order, then the shared experts. All loads of a batch are under way
-// together: even those of the ids, so a slot that is not in use is loaded and left out.
-MOK_DEVICE void sum_slots(const ForwardParams& p, int v, int token, int column) {
+// One token of y (or dx) at 8 columns, and at the 8 columns half a row further: sums over the slots
+// in use of weight * result, in slot order, then the shared experts. All loads of a batch are under
+// way together: even those of the ids, so a slot that is not in use is loaded and left out. Null
+// weights or scale stand for ones.
+MOK_DEVICE void sum_slots(const CallParams& p, int v, int token, int column, const float* weights,
+                          const float* shared_scale, void* result) {
   const Geometry& g = p.geometry;
   const int num_tokens = g.shape.num_tokens, top_k = g.shape.top_k;
   const int64_t row = int64_t{v} * num_tokens + token;
@@ -61,8 +63,7 @@ MOK_DEVICE void sum_slots(const ForwardParams& p, int v, int token, int column) 
   const int64_t slot_bytes = int64_t{num_tokens} * g.hidden * 2;
   const int64_t offset = (int64_t{token} * g.hidden + column) * 2;
   const char* slots = p.heap(p.rank(v)) + g.heap.slots + offset;
-  const int32_t* ids = p.buffers.expert_ids + row * top_k;
-  const float* weights = p.buffers.expert_weights + row * top_k;
+  const int32_t* ids = p.expert_ids + row * top_k;
   ColumnSums sums[2];
   constexpr int kBatch = 8;
   for (int first = 0; first < top_k; first += kBatch) {
@@ -77,7 +78,7 @@ MOK_DEVICE void sum_slots(const ForwardParams& p, int v, int token, int column) 
         value[i][0] = load_peer_written(slot);
         value[i][1] = load_peer_written(slot + half_row);
         id[i] = ids[first + i];
-        weight[i] = weights[first + i];
+        weight[i] = weights == nullptr ? 1.0f : weights[row * top_k + first + i];
       }
     }
 #pragma unroll
@@ -88,39 +89,51 @@ MOK_DEVICE void sum_slots(const ForwardParams& p, int v, int token, int column) 
     }
   }
   if (g.shared_intermediate > 0) {
-    const float scale = p.buffers.s_scale == nullptr ? 1.0f : p.buffers.s_scale[row];
+    const float scale = shared_scale == nullptr ? 1.0f : shared_scale[row];
     const char* shared = p.array<char>(g.workspace.shared_y, v) + offset;
     sums[0].add(load_peer_written(shared), scale);
     sums[1].add(load_peer_written(shared + half_row), scale);
   }
-  char* y = static_cast<char*>(p.buffers.y) + v * slot_bytes + offset;
-  store_global(y, sums[0].packed());
-  store_global(y + half_row, sums[1].packed());
+  char* to = static_cast<char*>(result) + v * slot_bytes + offset;
+  store_global(to, sums[0].packed());
+  store_global(to + half_row, sums[1].packed());
 }
 
-// All threads of all CTAs of the rank, after their work.
-__device__ inline void combine(const ForwardParams& p, const Watch& watch, int v, int cta) {
-  __shared__ uint32_t verdict;
+// A thread's share of the work of all threads of a rank.
+struct Share {
+  int64_t first, step;
+};
+MOK_DEVICE Share share_of(const Geometry& g, int cta) {
+  return {int64_t{cta} * blockDim.x + thread_index(), int64_t{g.ctas_per_rank} * blockDim.x};
+}
+MOK_DEVICE void sum_all_slots(const CallParams& p, int v, const Share& share, const float* weights,
+                              const float* shared_scale, void* result) {
+  const int chunks = p.geometry.hidden / 16;  // of 8 columns, in half a row
+  const int end = p.geometry.shape.num_tokens * chunks;
+  for (int i = share.first; i < end; i += share.step)
+    sum_slots(p, v, i / chunks, i % chunks * 8, weights, shared_scale, result);
+}
+// NaN as bf16 and as float32. `bytes` is a multiple of 4.
+MOK_DEVICE void fill_nan(void* to, int64_t bytes, const Share& share) {
+  for (int64_t i = share.first; i < bytes / 4; i += share.step)
+    static_cast<uint32_t*>(to)[i] = 0x7fff7fffu;
+}
+
+// All threads of all CTAs of the rank, after their work: whether the ranks have agreed on sums.
+// `verdict` lies in shared memory.
+__device__ inline bool finish(const CallParams& p, const Watch& watch, int v, int cta,
+                              volatile uint32_t* verdict) {
   __syncthreads();
-  if (threadIdx.x == 0) add_release_sys(&watch.control->ctas_done, 1);
+  if (thread_index() == 0) add_release_sys(&watch.control->ctas_done, 1);
   if (cta == 0) meet_peers(p, watch, v);
-  if (threadIdx.x == 0) {
+  if (thread_index() == 0) {
     // The first CTA always decides: its own waits are bounded.
-    while ((verdict = load_acquire_gpu(&watch.control->verdict)) == kPending) __nanosleep(40);
+    uint32_t decided;
+    while ((decided = load_acquire_gpu(&watch.control->verdict)) == kPending) __nanosleep(40);
+    *verdict = decided;
   }
   __syncthreads();
-  const Geometry& g = p.geometry;
-  const int first = cta * blockDim.x + threadIdx.x, step = g.ctas_per_rank * blockDim.x;
-  if (verdict == kSum) {
-    const int chunks = g.hidden / 16;  // of 8 columns, in half a row
-    for (int i = first; i < g.shape.num_tokens * chunks; i += step)
-      sum_slots(p, v, i / chunks, i % chunks * 8);
-  } else {
-    const int chunks = g.shape.num_tokens * (g.hidden / 8);
-    uint4* y = static_cast<uint4*>(p.buffers.y) + int64_t{v} * chunks;
-    const uint32_t nan = 0x7fff7fffu;  // two of them
-    for (int i = first; i < chunks; i += step) y[i] = {nan, nan, nan, nan};
-  }
+  return *verdict == kSum;
 }
 
 }  // namespace jax_mok::cuda

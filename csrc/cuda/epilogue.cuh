@@ -3,44 +3,13 @@
 // own piece of shared memory, 64 columns at a time, and stores 16 bytes per thread.
 #pragma once
 
+#include "cuda/activation.cuh"
 #include "cuda/gemm_sm90.cuh"
+#include "cuda/params.cuh"
 
 namespace jax_mok::cuda {
 
 constexpr int kStagingBytes = 16 * 64 * 2;  // per consumer warp
-
-MOK_DEVICE float sigmoid(float z) {
-  float e, r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.4426950408889634f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
-  return r;
-}
-// As fminf and fmaxf, but NaN stays NaN.
-MOK_DEVICE float at_most(float x, float bound) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(bound));
-  return x;
-}
-MOK_DEVICE float at_least(float x, float bound) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(bound));
-  return x;
-}
-
-// act(g) * (u + up_offset). kPlain: no limit and no offset, which saves a third of the work.
-// Gelu's tanh form is g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)).
-template <ActivationKind kKind, bool kPlain>
-MOK_DEVICE float activate(const Activation& a, float g, float u) {
-  if constexpr (!kPlain) {
-    g = at_most(g, a.limit);
-    u = at_least(at_most(u, a.limit), -a.limit) + a.up_offset;
-  }
-  if constexpr (kKind == ActivationKind::kReglu) {
-    return at_least(g, 0.0f) * u;
-  } else if constexpr (kKind == ActivationKind::kGeglu) {
-    return g * sigmoid(1.5957691216057308f * (g + 0.044715f * g * g * g)) * u;
-  } else {
-    return g * sigmoid(a.alpha * g) * u;
-  }
-}
 
 // 16 rows x 64 columns. fragment(j, words) gives the packed pairs of column groups j and j + 1
 // (rows r and r + 8 of each). In the end lane l holds, for i = 0..3, the 16 bytes = 8 columns l % 8
@@ -72,6 +41,43 @@ MOK_DEVICE void write_panel(uint8_t* staging, Fragment fragment, Store store) {
 MOK_DEVICE float2 bias_pair(const __nv_bfloat16* bias, int j) {
   const uint32_t pair = *reinterpret_cast<const uint32_t*>(bias + j * 8 + threadIdx.x % 4 * 2);
   return {bf16_low(pair), bf16_high(pair)};
+}
+
+// Where a thread keeps gate and up of 16 hidden columns of a block: [column / 16][gate,
+// up][thread]. Its own fragments, so both passes move 16 bytes a thread without shuffling.
+constexpr int kConsumerThreads = 256;
+MOK_DEVICE int64_t saved_index(int64_t block_slot, int intermediate, int column) {
+  return (block_slot * (intermediate / 16) + column / 16) * (2 * kConsumerThreads) +
+         threadIdx.x % kConsumerThreads;
+}
+
+// Leaves the pre-activations of a gate|up tile for the backward, rounded to bf16. `bias` is the
+// index of the tile's first column in the biases.
+MOK_DEVICE void save_gate_up(const float (&d)[128], const ForwardParams& p, int block_slot,
+                             int column, int64_t bias) {
+  const int intermediate = p.geometry.intermediate;
+  uint4* to = static_cast<uint4*>(p.saved_gate_up) + saved_index(block_slot, intermediate, column);
+  const bool biased = p.b_gate != nullptr;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const __nv_bfloat16* from =
+        static_cast<const __nv_bfloat16*>(half == 0 ? p.b_gate : p.b_up) + bias;
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair) {
+      if (column + pair * 16 >= intermediate) break;
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int group = pair * 2 + i;
+        const float* value = &d[half * 64 + group * 4];
+        float2 b = {0.0f, 0.0f};
+        if (biased) b = bias_pair(from, group);
+        w[2 * i] = pack_bf16(value[0] + b.x, value[1] + b.y);
+        w[2 * i + 1] = pack_bf16(value[2] + b.x, value[3] + b.y);
+      }
+      store_global(to + (pair * 2 + half) * kConsumerThreads, {w[0], w[1], w[2], w[3]});
+    }
+  }
 }
 
 // Hidden activations of a warp's 16 rows. `hidden` is the first row's first column of the tile.

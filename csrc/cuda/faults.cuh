@@ -7,22 +7,40 @@
 
 namespace jax_mok::cuda {
 
+// A CTA's own copy of the abort word, in shared memory. Held as an address of 32 bits: consumers
+// have no registers to spare.
+class AbortWord {
+ public:
+  MOK_DEVICE AbortWord() : address_(0) {}  // none
+  MOK_DEVICE explicit AbortWord(const uint32_t* word) : address_(shared_address(word)) {}
+  MOK_DEVICE bool raised() const {
+    uint32_t value;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(address_) : "memory");
+    return value != 0;
+  }
+  MOK_DEVICE void raise() const {
+    if (address_ != 0) asm volatile("st.volatile.shared.u32 [%0], 1;" ::"r"(address_) : "memory");
+  }
+
+ private:
+  uint32_t address_;
+};
+
 // What a thread needs to wait for something and to give up. `cta_abort` is the CTA's own copy of
 // the abort word in shared memory, for the roles that must not read global memory; null outside the
 // persistent kernel.
 struct Watch {
   RankControl* control;
   Status* status;
-  volatile uint32_t* cta_abort;
+  AbortWord cta_abort;
   uint64_t timeout_ns;
   int32_t rank;
   uint32_t call;
 };
 
-MOK_DEVICE Watch make_watch(const ForwardParams& p, int v, volatile uint32_t* cta_abort) {
+MOK_DEVICE Watch make_watch(const CallParams& p, int v, AbortWord cta_abort = {}) {
   const int rank = p.rank(v);
-  return {p.control(v), p.buffers.status + v,      cta_abort, p.timeout_ns,
-          rank,         p.heap_control(rank)->call};
+  return {p.control(v), p.status + v, cta_abort, p.timeout_ns, rank, p.heap_control(rank)->call};
 }
 
 struct Fault {
@@ -32,7 +50,7 @@ struct Fault {
 };
 
 MOK_DEVICE void raise_abort(const Watch& w) {
-  if (w.cta_abort != nullptr) *w.cta_abort = 1;
+  w.cta_abort.raise();
   atomicExch(&w.control->abort, 1u);
 }
 
@@ -53,7 +71,7 @@ MOK_DEVICE void report(const Watch& w, const Fault& f) {
 
 MOK_DEVICE bool aborted(const Watch& w) {
   if (load_relaxed_gpu(&w.control->abort) == 0) return false;
-  if (w.cta_abort != nullptr) *w.cta_abort = 1;
+  w.cta_abort.raise();
   return true;
 }
 
@@ -101,10 +119,9 @@ MOK_DEVICE bool wait_peer(const Watch& w, const HeapControl* heap, const uint32_
 
 // mbarrier waits of roles without time keeping: they end when another role of the CTA gives up.
 // Returns false then; who may not leave its loop (wgmma in flight) carries on with what is there.
-MOK_DEVICE bool wait_barrier(uint64_t* barrier, uint32_t parity,
-                             const volatile uint32_t* cta_abort) {
+MOK_DEVICE bool wait_barrier(uint64_t* barrier, uint32_t parity, AbortWord cta_abort) {
   while (!mbarrier_try_wait(barrier, parity))
-    if (*cta_abort != 0) return false;
+    if (cta_abort.raised()) return false;
   return true;
 }
 
@@ -114,7 +131,7 @@ MOK_DEVICE bool wait_barrier_timed(const Watch& w, uint64_t* barrier, uint32_t p
   if (mbarrier_try_wait(barrier, parity)) return true;
   const uint64_t start = global_timer_ns();
   while (!mbarrier_try_wait(barrier, parity)) {
-    if (*w.cta_abort != 0 || aborted(w)) return false;
+    if (w.cta_abort.raised() || aborted(w)) return false;
     if (global_timer_ns() - start > w.timeout_ns) {
       report(w, {FaultCode::kTimeout, phase, tile, -1, 0, 0});
       return false;
@@ -124,7 +141,7 @@ MOK_DEVICE bool wait_barrier_timed(const Watch& w, uint64_t* barrier, uint32_t p
 }
 
 // Test hook: a pause of 0 to 16 us that depends on the seed, the place and the thread's CTA.
-MOK_DEVICE void jitter(const ForwardParams& p, uint32_t place) {
+MOK_DEVICE void jitter(const CallParams& p, uint32_t place) {
   if (p.hooks.jitter_seed == 0) return;
   uint32_t h = p.hooks.jitter_seed ^ (place * 0x9e3779b9u) ^ (blockIdx.x * 0x85ebca6bu);
   h = (h ^ h >> 16) * 0x7feb352du;

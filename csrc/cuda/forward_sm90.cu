@@ -6,6 +6,7 @@
 #include "cuda/combine.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/epilogue.cuh"
+#include "cuda/forward_loader.cuh"
 #include "cuda/forward_sm90.h"
 
 namespace jax_mok::cuda {
@@ -17,11 +18,11 @@ constexpr int kProducerRegisters = 72;
 constexpr int kConsumerRegisters = 216;
 
 struct ComputeStorage {
-  Stages stages;
+  ForwardStages stages;
   uint8_t staging[kConsumerWarps][kStagingBytes];
   uint8_t comm[kCommBufferBytes];
-  StageBarriers stage_barriers;
-  TileRing ring;
+  StageBarriers<kForwardStages> stage_barriers;
+  TileRing<Tile> ring;
   CommBarriers comm_barriers;
 };
 constexpr int kCommWarps = 12;  // of a dedicated CTA
@@ -55,27 +56,29 @@ MOK_DEVICE char* result_row(const ForwardParams& p, const Tile& tile, int v, int
 // One consumer warp: multiplies and stores 16 rows of every tile.
 template <ActivationKind kKind>
 MOK_DEVICE void run_consumer(const ForwardParams& p, ComputeStorage& storage, int v, int warp,
-                             const volatile uint32_t* cta_abort) {
+                             AbortWord cta_abort) {
   const Geometry& g = p.geometry;
   const int warpgroup = warp / 4 - 1, lane = threadIdx.x % 32;
   const int warp_row = warpgroup * 64 + warp % 4 * 16;  // first of the warp's rows in the block
   uint8_t* staging = storage.staging[warp - 4];
-  TileRing& ring = storage.ring;
-  StageCursor from;
+  TileRing<Tile>& ring = storage.ring;
+  Consumer<kForwardStages> consumer(storage.stages, storage.stage_barriers, warpgroup, cta_abort);
   float d[128];
   for (RingCursor at;; at.advance()) {
-    if (!wait_barrier(&ring.known[at.slot], at.parity, cta_abort)) break;
-    const Tile tile = ring.tiles[at.slot];
+    if (!wait_barrier(&ring.known[at.slot()], at.parity(), cta_abort)) break;
+    const Tile tile = ring.tiles[at.slot()];
     if (tile.work == Work::kEnd) break;
     // Looked up now, needed after the product.
     char* const to = result_row(p, tile, v, warp_row + lane % 16);
 
-    multiply(d, storage.stages, storage.stage_barriers, from, tile.k_blocks, warpgroup, cta_abort);
+    consumer.multiply<Major::kK, Major::kRows>(d, tile.k_blocks);
 
     if (tile.work == Work::kGateUp || tile.work == Work::kSharedGateUp) {
       const bool shared = tile.work == Work::kSharedGateUp;
       const int columns = shared ? g.shared_intermediate : g.intermediate;
       const int column = tile.n * kGateUpColumns;
+      if (!shared && p.saved_gate_up != nullptr)
+        save_gate_up(d, p, tile.h_slot, column, int64_t{tile.expert} * columns + column);
       char* hidden = p.array<char>(shared ? g.workspace.shared_h : g.workspace.h, 0) +
                      ((int64_t{tile.h_slot} * kBlockRows + warp_row) * columns + column) * 2;
       if (p.plain_activation) {
@@ -84,20 +87,19 @@ MOK_DEVICE void run_consumer(const ForwardParams& p, ComputeStorage& storage, in
       } else {
         const int64_t first = int64_t{tile.expert} * columns + column;
         store_hidden<kKind, false>(d, p.activation, hidden, columns * 2, columns - column,
-                                   shared ? nullptr : bias_at(p.buffers.b_gate, first),
-                                   shared ? nullptr : bias_at(p.buffers.b_up, first), staging);
+                                   shared ? nullptr : bias_at(p.b_gate, first),
+                                   shared ? nullptr : bias_at(p.b_up, first), staging);
       }
     } else {
       const int column = tile.n * kTileColumns;
-      if (tile.work == Work::kSharedDown || p.buffers.b_down == nullptr)
+      if (tile.work == Work::kSharedDown || p.b_down == nullptr)
         store_results<false>(d, to, g.hidden - column, nullptr, staging);
       else
         store_results<true>(d, to, g.hidden - column,
-                            bias_at(p.buffers.b_down, int64_t{tile.expert} * g.hidden + column),
-                            staging);
+                            bias_at(p.b_down, int64_t{tile.expert} * g.hidden + column), staging);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&ring.done[at.slot]);
+    if (lane == 0) mbarrier_arrive(&ring.done[at.slot()]);
   }
 }
 
@@ -105,7 +107,7 @@ template <ActivationKind kKind>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward_sm90(const __grid_constant__ ForwardParams p) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ uint32_t cta_abort;
+  __shared__ uint32_t cta_abort, verdict;
   uint8_t* const aligned =
       reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(dynamic) + kSwizzleAlignment - 1) &
                                  ~uintptr_t{kSwizzleAlignment - 1});
@@ -134,39 +136,49 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   } else if (cta >= num_compute) {
     CommStorage& storage = *reinterpret_cast<CommStorage*>(aligned);
     const int comm_ctas = g.comm_ctas_per_rank;
-    const Watch watch = make_watch(p, v, &cta_abort);
+    const Watch watch = make_watch(p, v, AbortWord(&cta_abort));
     if (elect_one())
-      Dispatcher(p, watch, v, warp * comm_ctas + cta - num_compute, comm_ctas * kCommWarps,
-                 storage.buffers[warp], &storage.barriers[warp])
+      Dispatcher<plan::Pass::kForward>(p, watch, v, warp * comm_ctas + cta - num_compute,
+                                       comm_ctas * kCommWarps, storage.buffers[warp],
+                                       &storage.barriers[warp])
           .run();
     __syncwarp();
   } else {
     ComputeStorage& storage = *reinterpret_cast<ComputeStorage*>(aligned);
     if (warp < 4) {
       registers_decrease<kProducerRegisters>();
-      const Watch watch = make_watch(p, v, &cta_abort);
+      const Watch watch = make_watch(p, v, AbortWord(&cta_abort));
       if (elect_one()) {
         if (warp == 0) {
-          run_loader(p, storage.stages, storage.stage_barriers, storage.ring, &cta_abort);
+          run_loader(p, storage.stages, storage.stage_barriers, storage.ring,
+                     AbortWord(&cta_abort));
         } else if (warp == 1) {
           Scheduler(p, watch, v, storage.ring).run(cta, num_compute);
         } else if (warp == 2) {
           run_signaller(p, watch, v, storage.ring);
         } else if (g.comm_ctas_per_rank == 0) {
-          Dispatcher(p, watch, v, cta, num_compute, storage.comm, &storage.comm_barriers).run();
+          Dispatcher<plan::Pass::kForward>(p, watch, v, cta, num_compute, storage.comm,
+                                           &storage.comm_barriers)
+              .run();
         }
       }
       __syncwarp();
       registers_increase<kLaunchRegisters>();
     } else {
       registers_increase<kConsumerRegisters>();
-      run_consumer<kKind>(p, storage, v, warp, &cta_abort);
+      run_consumer<kKind>(p, storage, v, warp, AbortWord(&cta_abort));
       __syncwarp();
       registers_decrease<kLaunchRegisters>();
     }
   }
   // Not kept from above: the consumers have no registers to spare.
-  combine(p, make_watch(p, v, &cta_abort), v, cta);
+  const bool good = finish(p, make_watch(p, v, AbortWord(&cta_abort)), v, cta, &verdict);
+  const Share share = share_of(g, cta);
+  const int64_t y_bytes = g.shape.num_tokens * p.row_bytes();
+  if (good)
+    sum_all_slots(p, v, share, p.expert_weights, p.s_scale, p.y);
+  else
+    fill_nan(static_cast<char*>(p.y) + v * y_bytes, y_bytes, share);
   // Loads that were under way when the call was given up must land before the CTA's memory goes.
   if (cta_abort != 0 && !given_up) __nanosleep(1000000);
 }

@@ -2,20 +2,22 @@
 // memory by TMA, two consumer warpgroups multiply them, 64 rows each.
 #pragma once
 
-#include "cuda/tile_ring.cuh"
+#include "cuda/faults.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace jax_mok::cuda {
 
-constexpr int kStages = 4;
+constexpr int kPanelBytes = 64 * 128;  // 64 rows of 128 bytes
 constexpr int kABytes = kBlockRows * kTileK * 2;
 constexpr int kBBytes = kTileColumns * kTileK * 2;
 constexpr int kConsumerWarps = 8;
 
+template <int kStages>
 struct Stages {
-  uint8_t a[kStages][kABytes];  // 128 rows of 128 bytes
-  uint8_t b[kStages][kBBytes];  // four panels of 64 columns; gate|up tiles: two gate, two up
+  uint8_t a[kStages][kABytes];  // two panels, one of each warpgroup
+  uint8_t b[kStages][kBBytes];  // four panels
 };
+template <int kStages>
 struct StageBarriers {
   uint64_t full[kStages];   // the copy engine's bytes
   uint64_t empty[kStages];  // 1 arrival per consumer warp
@@ -27,6 +29,7 @@ struct StageBarriers {
     }
   }
 };
+template <int kStages>
 struct StageCursor {
   int stage = 0;
   uint32_t parity = 0;
@@ -38,63 +41,89 @@ struct StageCursor {
   }
 };
 
-// One thread. Weights never wait for anything, so the first stage's are asked for before the tile's
-// rows are known to be there. Columns past the end of a weight tensor arrive as zeros.
-__device__ inline void run_loader(const ForwardParams& p, Stages& stages, StageBarriers& barriers,
-                                  TileRing& ring, const volatile uint32_t* cta_abort) {
-  const ForwardMaps& maps = p.maps;
-  StageCursor to;
-  for (RingCursor at;; at.advance()) {
-    if (!wait_barrier(&ring.known[at.slot], at.parity, cta_abort)) return;
-    const Tile tile = ring.tiles[at.slot];
-    if (tile.work == Work::kEnd) return;
-    const bool shared = tile.work == Work::kSharedGateUp || tile.work == Work::kSharedDown;
-    const bool down = tile.work == Work::kDown || tile.work == Work::kSharedDown;
-    const CUtensorMap* a =
-        down ? (shared ? &maps.shared_h : &maps.h) : (shared ? &maps.x : &maps.x_ring);
-    const CUtensorMap* b =
-        down ? (shared ? &maps.s_down : &maps.w_down) : (shared ? &maps.s_gate : &maps.w_gate);
-    const CUtensorMap* up = shared ? &maps.s_up : &maps.w_up;
-    const int panel = tile.n * (down ? 4 : 2);
-    for (int k = 0; k < tile.k_blocks; ++k, to.advance()) {
-      if (!wait_barrier(&barriers.empty[to.stage], to.parity ^ 1, cta_abort)) return;
-      uint64_t* full = &barriers.full[to.stage];
-      const int b_row = tile.b_row + k * kTileK;
-      mbarrier_arrive_expect(full, kABytes + kBBytes);
-      tma_load_3d(stages.b[to.stage], b, full, 0, b_row, panel);
-      if (!down) tma_load_3d(stages.b[to.stage] + kBBytes / 2, up, full, 0, b_row, panel);
-      if (k == 0 && !wait_barrier(&ring.ready[at.slot], at.parity, cta_abort)) return;
-      tma_load_2d(stages.a[to.stage], a, full, k * kTileK, tile.a_row);
-    }
-  }
-}
-
-// The product of a tile, by one consumer warpgroup (0 or 1). Stages are given back one behind, when
+// One consumer warpgroup's (0 or 1) view of the pipeline. Stages are given back one behind, when
 // their products are known to have read them. After an abort it runs on with whatever the stages
 // hold, without waiting: leaving a loop with products in flight would cost the compiler's
 // pipelining.
-MOK_DEVICE void multiply(float (&d)[128], const Stages& stages, StageBarriers& barriers,
-                         StageCursor& from, int k_blocks, int warpgroup,
-                         const volatile uint32_t* cta_abort) {
-  const bool leader = threadIdx.x % 32 == 0;
-  int previous = -1;
-  for (int k = 0; k < k_blocks; ++k, from.advance()) {
-    wait_barrier(&barriers.full[from.stage], from.parity, cta_abort);
-    const uint32_t a = descriptor_k_major(stages.a[from.stage] + warpgroup * (kABytes / 2));
-    const uint32_t b = descriptor_n_major(stages.b[from.stage]);
+template <int kStages>
+class Consumer {
+ public:
+  MOK_DEVICE Consumer(Stages<kStages>& stages, StageBarriers<kStages>& barriers, int warpgroup,
+                      AbortWord cta_abort)
+      : stages_(stages),
+        barriers_(barriers),
+        a_offset_(warpgroup * kPanelBytes),
+        cta_abort_(cta_abort) {}
+
+  // The product of a tile, k_blocks (at least one) stages deep. The first product overwrites d, and
+  // the compiler knows: so accumulators take no registers between tiles.
+  template <Major kA, Major kB>
+  MOK_DEVICE void multiply(float (&d)[128], int k_blocks) {
+    const auto product = [&](int i, bool accumulate) {
+      wgmma_64x256x16<kA, kB>(d, a<kA>(i), b<kB>(i), accumulate);
+    };
+    step<true>(false, product);
+    for (int k = 1; k < k_blocks; ++k) step<false>(true, product);
+    drain();
+  }
+
+  // Two products whose stages alternate: d = A1 B1 with B1 along rows, e = A2 B2 with B2 along k.
+  // One of 128 columns alone would need more bytes than an SM can load.
+  MOK_DEVICE void multiply_alternating(float (&d)[128], float (&e)[64], int k_blocks) {
+    const auto first = [&](int i, bool accumulate) {
+      wgmma_64x256x16<Major::kK, Major::kRows>(d, a<Major::kK>(i), b<Major::kRows>(i), accumulate);
+    };
+    const auto second = [&](int i, bool accumulate) {
+      wgmma_64x128x16<Major::kK, Major::kK>(e, a<Major::kK>(i), b<Major::kK>(i), accumulate);
+    };
+    step<true>(false, first);
+    step<true>(true, second);
+    for (int k = 1; k < k_blocks; ++k) {
+      step<false>(true, first);
+      step<false>(true, second);
+    }
+    drain();
+  }
+
+ private:
+  // behind: the products of the stage before are still under way.
+  template <bool kOverwrite, typename Product>
+  MOK_DEVICE void step(bool behind, Product product) {
+    wait_barrier(&barriers_.full[at_.stage], at_.parity, cta_abort_);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTileK / 16; ++i)
-      wgmma_64x256x16(d, a + i * kKMajorStepK16, b + i * kNMajorStepK16, (k | i) != 0);
+    for (int i = 0; i < kTileK / 16; ++i) product(i, !kOverwrite || i > 0);
     wgmma_commit();
-    if (previous >= 0) {
+    if (behind) {
       wgmma_wait<1>();
-      if (leader) mbarrier_arrive(&barriers.empty[previous]);
+      give_back(1);
     }
-    previous = from.stage;
+    at_.advance();
   }
-  wgmma_wait<0>();
-  if (leader) mbarrier_arrive(&barriers.empty[previous]);
-}
+  MOK_DEVICE void drain() {
+    wgmma_wait<0>();
+    give_back(1);
+  }
+  // The stage `behind` stages behind the current one.
+  MOK_DEVICE void give_back(int behind) {
+    int stage = at_.stage - behind;
+    if (stage < 0) stage += kStages;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&barriers_.empty[stage]);
+  }
+  template <Major kMajor>
+  MOK_DEVICE uint32_t a(int i) const {
+    return descriptor<kMajor>(stages_.a[at_.stage] + a_offset_) + i * kStepK16<kMajor>;
+  }
+  template <Major kMajor>
+  MOK_DEVICE uint32_t b(int i) const {
+    return descriptor<kMajor>(stages_.b[at_.stage]) + i * kStepK16<kMajor>;
+  }
+
+  Stages<kStages>& stages_;
+  StageBarriers<kStages>& barriers_;
+  const int a_offset_;
+  const AbortWord cta_abort_;
+  StageCursor<kStages> at_;
+};
 
 }  // namespace jax_mok::cuda

@@ -29,6 +29,9 @@ DispatchUnit make_unit(int hidden) {
   return unit;
 }
 
+int columns_of(int64_t columns, int tile) {
+  return static_cast<int>(plan::ceil_div(columns, tile));
+}
 int blocks_of(int rows) { return static_cast<int>(plan::ceil_div(rows, kBlockRows)); }
 
 WorkspaceLayout make_workspace(const Geometry& g) {
@@ -48,19 +51,34 @@ WorkspaceLayout make_workspace(const Geometry& g) {
     return span;
   };
   w.control = add(sizeof(RankControl));
-  w.counters =
-      add(4 * (2 * int64_t{s.ring_blocks} + 2 * int64_t{s.macrobatch_blocks} + g.shared_blocks));
+  const bool backward = g.pass == plan::Pass::kBackward;
+  const int64_t macrobatches = plan::max_macrobatches(s);
+  w.counters = add(4 * (backward ? s.ring_blocks + experts + g.shared_blocks + 1 + macrobatches
+                                 : 2 * int64_t{s.ring_blocks} + 2 * int64_t{s.macrobatch_blocks} +
+                                       g.shared_blocks));
   w.chunk_counts = add(4 * ranks * g.num_chunks * experts);
   w.counts = add(4 * ranks * experts);
   w.expert_first_block = add(4 * (experts + 1));
   w.block_expert = add(4 * blocks);
-  w.routes = add(blocks * kBlockRows * static_cast<int64_t>(sizeof(RowRoute)));
+  w.routes = add(blocks * kBlockRows *
+                 static_cast<int64_t>(backward ? sizeof(GradRoute) : sizeof(RowRoute)));
   w.token_rows = add(ranks > 1 ? 4 * ranks * s.num_tokens * s.top_k : 0);
   w.zero_row = add(hidden_bytes);
-  w.x_ring = add(int64_t{s.ring_blocks} * kBlockRows * hidden_bytes);
+  // What is saved needs no place here; the backward needs one for what was not.
+  const bool in_workspace = backward ? !g.save || plan::max_blocks(s) > s.ring_blocks : !g.save;
+  w.x_ring = add(in_workspace ? int64_t{s.ring_blocks} * kBlockRows * hidden_bytes : 0);
   w.h = add(int64_t{s.macrobatch_blocks} * kBlockRows * g.intermediate * 2);
   w.shared_h = add(int64_t{g.shared_blocks} * kBlockRows * shared_bytes);
   w.shared_y = add(g.shared_intermediate > 0 ? int64_t{s.num_tokens} * hidden_bytes : 0);
+  if (backward) {
+    w.dy_ring = add(int64_t{s.ring_blocks} * kBlockRows * hidden_bytes);
+    w.d_gate = add(w.h.bytes);
+    w.d_up = add(w.h.bytes);
+    w.shared_d_gate = add(w.shared_h.bytes);
+    w.shared_d_up = add(w.shared_h.bytes);
+    w.shared_parts = add(4 * int64_t{g.num_shared_parts} * s.num_tokens);
+    w.open_sums = add(macrobatches > 1 ? 2 * int64_t{s.grad_weight_tiles} * kOpenSumBytes : 0);
+  }
   w.bytes = end;
   return w;
 }
@@ -71,8 +89,13 @@ HeapLayout make_heap(const Geometry& g) {
   HeapLayout h;
   h.ids = round_up(sizeof(HeapControl), 1024);
   h.x = h.ids + round_up(rows * s.top_k * 4, 1024);
-  h.slots = h.x + (s.num_ranks > 1 ? round_up(rows * row_bytes, 1024) : 0);
-  h.bytes = h.slots + round_up(rows * s.top_k * row_bytes, 1024);
+  const bool peers = s.num_ranks > 1, backward = g.pass == plan::Pass::kBackward;
+  const int64_t tokens = peers ? round_up(rows * row_bytes, 1024) : 0;
+  h.dy = h.x + tokens;
+  h.weights = h.dy + (backward ? tokens : 0);
+  h.slots = h.weights + (backward && peers ? round_up(rows * s.top_k * 4, 1024) : 0);
+  h.parts = h.slots + round_up(rows * s.top_k * row_bytes, 1024);
+  h.bytes = h.parts + (backward ? round_up(g.num_parts * rows * s.top_k * 4, 1024) : 0);
   return h;
 }
 
@@ -108,8 +131,18 @@ std::string check(const ForwardFacts& f) {
   return "";
 }
 
-Geometry make_geometry(const ForwardFacts& f, int num_sms) {
+std::string check_backward(const BackwardFacts& f) {
+  if (std::string wrong = check(f); !wrong.empty()) return wrong;
+  if (const char* wrong = plan::check_backward(make_geometry(f, 1, plan::Pass::kBackward).shape))
+    return wrong;
+  return "";
+}
+
+Geometry make_geometry(const ForwardFacts& f, int num_sms, plan::Pass pass) {
+  const bool backward = pass == plan::Pass::kBackward;
   Geometry g = {};
+  g.pass = pass;
+  g.save = f.save;
   g.num_virtual_ranks = f.num_virtual_ranks;
   g.num_experts = f.num_experts;
   g.hidden = f.hidden;
@@ -117,6 +150,20 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms) {
   g.shared_intermediate = f.shared_intermediate;
   g.shared_blocks = f.shared_intermediate > 0 ? blocks_of(f.num_tokens) : 0;
   g.shared_gate_up_tiles = static_cast<int>(plan::ceil_div(f.shared_intermediate, kGateUpColumns));
+  g.num_parts = columns_of(f.intermediate, kPartColumns) + (f.has_biases ? 1 : 0);
+  g.num_shared_parts = columns_of(f.shared_intermediate, kPartColumns);
+  // Tiles of 128 x 256: dW_down [I, H], and dW_gate and dW_up [H, I] side by side.
+  const auto down_weight_tiles = [&](int inner) {
+    return columns_of(inner, kBlockRows) * columns_of(f.hidden, kTileColumns);
+  };
+  const auto gate_up_weight_tiles = [&](int inner) {
+    return columns_of(f.hidden, kBlockRows) * columns_of(inner, kGateUpColumns);
+  };
+  g.down_weight_tiles = down_weight_tiles(f.intermediate);
+  g.gate_up_weight_tiles = gate_up_weight_tiles(f.intermediate);
+  g.bias_tiles = f.has_biases ? columns_of(2 * f.intermediate + f.hidden, kBiasTileColumns) : 0;
+  g.shared_down_weight_tiles = down_weight_tiles(f.shared_intermediate);
+  g.shared_gate_up_weight_tiles = gate_up_weight_tiles(f.shared_intermediate);
   g.num_chunks = static_cast<int>(plan::ceil_div(int64_t{f.num_tokens} * f.top_k, kChunkIds));
 
   g.ctas_per_rank = std::max(num_sms / f.num_virtual_ranks, 1);
@@ -131,8 +178,9 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms) {
   s.top_k = f.top_k;
   s.num_local_experts = f.num_experts / f.num_ranks;
   s.block_rows = kBlockRows;
-  s.gate_up_tiles = static_cast<int>(plan::ceil_div(f.intermediate, kGateUpColumns));
-  s.down_tiles = static_cast<int>(plan::ceil_div(f.hidden, kTileColumns));
+  s.gate_up_tiles = columns_of(f.intermediate, backward ? kHiddenTileColumns : kGateUpColumns);
+  s.down_tiles = columns_of(f.hidden, kTileColumns);
+  s.grad_weight_tiles = backward ? g.down_weight_tiles + g.gate_up_weight_tiles + g.bias_tiles : 0;
   s.source_order = plan::SourceOrder::kInterleaved;
   s.rows_in_flight = 0;  // a worker holds nothing back while it waits for the ring
 
@@ -146,11 +194,13 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms) {
   s.group_blocks = f.minibatch_size > 0 ? blocks_of(f.minibatch_size) : kDefaultGroupBlocks;
   s.group_blocks = std::min(s.group_blocks, s.macrobatch_blocks);
   // With several ranks the ring holds a macrobatch, so that a token is pulled once for all its
-  // experts here.
-  const int64_t ring = f.ring_size > 0   ? blocks_of(f.ring_size)
-                       : f.num_ranks > 1 ? s.macrobatch_blocks
-                                         : kDefaultRingBlocks;
+  // experts here. So it does where the backward reads it.
+  const int64_t ring = backward || f.save ? s.macrobatch_blocks
+                       : f.ring_size > 0  ? blocks_of(f.ring_size)
+                       : f.num_ranks > 1  ? s.macrobatch_blocks
+                                          : kDefaultRingBlocks;
   s.ring_blocks = static_cast<int>(std::max(std::min(ring, most), plan::min_ring_blocks(s)));
+  g.shared_hidden_tiles = columns_of(f.shared_intermediate, kHiddenTileColumns);
 
   g.workspace = make_workspace(g);
   g.heap = make_heap(g);
@@ -162,5 +212,17 @@ size_t workspace_bytes(const ForwardFacts& facts, int num_sms) {
 }
 
 size_t heap_bytes(const ForwardFacts& facts) { return make_geometry(facts, 1).heap.bytes; }
+
+int64_t saved_rows(const ForwardFacts& facts) {
+  return int64_t{make_geometry(facts, 1).shape.macrobatch_blocks} * kBlockRows;
+}
+
+size_t backward_workspace_bytes(const BackwardFacts& facts, int num_sms) {
+  return make_geometry(facts, num_sms, plan::Pass::kBackward).workspace.bytes;
+}
+
+size_t backward_heap_bytes(const BackwardFacts& facts) {
+  return make_geometry(facts, 1, plan::Pass::kBackward).heap.bytes;
+}
 
 }  // namespace jax_mok::cuda

@@ -5,7 +5,8 @@
 
 #include <cstdint>
 
-#include "cuda/forward.h"
+#include "cuda/backward.h"
+#include "plan/order.h"
 #include "plan/shape.h"
 
 namespace jax_mok::cuda {
@@ -15,6 +16,11 @@ constexpr int kTileColumns = 256;    // columns of a GEMM tile
 constexpr int kGateUpColumns = 128;  // hidden columns of a gate|up tile: half gate, half up
 constexpr int kTileK = 64;           // depth of one pipeline stage
 constexpr int kColumnUnit = 64;      // hidden and intermediate are multiples of it
+
+constexpr int kHiddenTileColumns = 256;  // hidden columns of a backward tile
+constexpr int kPartColumns = 128;        // hidden columns of a partial <h, dh>
+constexpr int kBiasTileColumns = 512;    // columns of a tile of bias gradients
+constexpr int64_t kOpenSumBytes = int64_t{kBlockRows} * kTileColumns * 4;
 
 constexpr int kCommBufferBytes = 16384;                  // shared memory of one communicating warp
 constexpr int kMinCommBuffers = 4, kMaxCommBuffers = 8;  // pieces of rows that it holds at once
@@ -48,27 +54,36 @@ struct HeapControl {
 };
 
 struct HeapLayout {
-  int64_t ids;    // int32 [T, k], and
-  int64_t x;      // bf16 [T, H]: for the other ranks
-  int64_t slots;  // bf16 [k][T][H]: results, pushed by the owners of the experts
+  int64_t ids;      // int32 [T, k], and
+  int64_t x;        // bf16 [T, H]: for the other ranks
+  int64_t dy;       // bf16 [T, H], and
+  int64_t weights;  // float32 [T, k]: backward only, for the other ranks
+  int64_t slots;    // bf16 [k][T][H]: results, pushed by the owners of the experts
+  int64_t parts;    // float32 [parts][T, k]: backward only, partial <h, dh>, pushed likewise
   int64_t bytes;
 };
 
 struct WorkspaceLayout {
   Span control;             // RankControl
-  Span counters;            // uint32: x_full, x_empty [ring], h_full, h_empty [macrobatch], then
-                            // shared_full [shared blocks]
+  Span counters;            // uint32: see the accessors of the parameters
   Span chunk_counts;        // int32 [ranks][El][chunks]; turned into prefix sums over the chunks
   Span counts;              // int32 [ranks][El]
   Span expert_first_block;  // int32 [El + 1]
   Span block_expert;        // int32 [max_blocks]
-  Span routes;              // RowRoute [max_blocks * kBlockRows]
+  Span routes;              // RowRoute or GradRoute [max_blocks * kBlockRows]
   Span token_rows;          // int32 [ranks][T, k]: row that a slot got here, or -1
   Span zero_row;            // bf16 [H]: what padding rows are made of
   Span x_ring;              // bf16 [ring * kBlockRows, H]
-  Span h;                   // bf16 [macrobatch * kBlockRows, I]
+  Span h;                   // bf16 [macrobatch * kBlockRows, I]; backward: times the row's weight
   Span shared_h;            // bf16 [shared blocks * kBlockRows, S]
-  Span shared_y;            // bf16 [T, H]
+  Span shared_y;            // bf16 [T, H]; backward: the shared experts' part of dx
+  // Backward only.
+  Span dy_ring;                     // as x_ring
+  Span d_gate, d_up;                // as h
+  Span shared_d_gate, shared_d_up;  // as shared_h
+  Span shared_parts;                // float32 [parts][T]: partial <h, dh> of the shared experts
+  Span open_sums;  // float32 [2][tiles][128 * 256]: weight gradients of the expert that
+                   // a macrobatch cuts, in fragment order
   int64_t bytes;
 };
 
@@ -76,6 +91,15 @@ struct WorkspaceLayout {
 struct RowRoute {
   const char* from;  // the token's row, on whichever rank; the zero row for padding
   char* to;          // its combine slot; null for padding
+};
+
+// The same in the backward.
+struct GradRoute {
+  const char* x;   // the token's row; the zero row for padding
+  const char* dy;  // its cotangent; the zero row for padding
+  char* dx;        // where the row's part of dx goes; null for padding
+  float* part;     // where its first partial <h, dh> goes; null for padding
+  float weight;    // the slot's expert weight; 0 for padding
 };
 
 // How rows are cut into copies. A row travels in `parts` pieces; `rows` neighbouring rows make a
@@ -89,10 +113,15 @@ struct DispatchUnit {
 
 struct Geometry {
   plan::Shape shape;
+  plan::Pass pass;
+  bool save;  // forward: leave tokens and gate|up; backward: they are there
   int32_t num_virtual_ranks;
   int32_t num_experts;
   int32_t hidden, intermediate, shared_intermediate;
-  int32_t shared_blocks, shared_gate_up_tiles;
+  int32_t shared_blocks, shared_gate_up_tiles, shared_hidden_tiles;
+  int32_t num_parts, num_shared_parts;  // partial <h, dh> of a row, the one with b_down included
+  int32_t down_weight_tiles, gate_up_weight_tiles, bias_tiles;  // of an expert's gradients
+  int32_t shared_down_weight_tiles, shared_gate_up_weight_tiles;
   int32_t num_chunks;     // of one rank's ids
   int32_t ctas_per_rank;  // CTAs of the persistent kernel, and how many of them only communicate
   int32_t comm_ctas_per_rank;
@@ -103,6 +132,7 @@ struct Geometry {
 
 MOK_HD int32_t compute_ctas(const Geometry& g) { return g.ctas_per_rank - g.comm_ctas_per_rank; }
 
-Geometry make_geometry(const ForwardFacts& facts, int num_sms);
+Geometry make_geometry(const ForwardFacts& facts, int num_sms,
+                       plan::Pass pass = plan::Pass::kForward);
 
 }  // namespace jax_mok::cuda

@@ -29,8 +29,7 @@ MOK_DEVICE void clear_words(void* to, int64_t bytes, int64_t thread, int64_t thr
   for (int64_t i = thread; i < bytes / 4; i += threads) static_cast<uint32_t*>(to)[i] = 0;
 }
 
-__global__ void __launch_bounds__(kPublishThreads)
-    publish(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kPublishThreads) publish(const __grid_constant__ CallParams p) {
   const Geometry& g = p.geometry;
   const int v = blockIdx.y, rank = p.rank(v);
   const int64_t thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -42,8 +41,14 @@ __global__ void __launch_bounds__(kPublishThreads)
     const int64_t num_ids = int64_t{g.shape.num_tokens} * g.shape.top_k;
     int32_t* ids = reinterpret_cast<int32_t*>(p.heap(rank) + g.heap.ids);
     for (int64_t i = thread; i < num_ids; i += threads) ids[i] = p.ids_of(rank, v)[i];
-    copy_16(p.heap(rank) + g.heap.x, p.local_x(v), int64_t{g.shape.num_tokens} * g.hidden * 2,
-            thread, threads);
+    const int64_t bytes = g.shape.num_tokens * p.row_bytes();
+    if (p.reads_tokens())
+      copy_16(p.heap(rank) + g.heap.x, p.local_rows(p.x, v), bytes, thread, threads);
+    if (g.pass == plan::Pass::kBackward) {
+      copy_16(p.heap(rank) + g.heap.dy, p.local_rows(p.dy, v), bytes, thread, threads);
+      float* weights = reinterpret_cast<float*>(p.heap(rank) + g.heap.weights);
+      for (int64_t i = thread; i < num_ids; i += threads) weights[i] = p.weights_of(rank, v)[i];
+    }
   }
 
   // The CTA that finishes last speaks for all.
@@ -70,7 +75,7 @@ __global__ void __launch_bounds__(kPublishThreads)
 // One warp's walk over a chunk of a source's ids: visit(ids, flat index, id) by all lanes, in
 // ascending order of the flat index. Past the end the id is that of an unused slot.
 template <typename Visit>
-MOK_DEVICE void for_each_id(const ForwardParams& p, int v, int source, int chunk, Visit visit) {
+MOK_DEVICE void for_each_id(const CallParams& p, int v, int source, int chunk, Visit visit) {
   const int num_ids = p.geometry.shape.num_tokens * p.geometry.shape.top_k;
   const int32_t* ids = p.ids_of(source, v);
   const int first = chunk * kChunkIds + threadIdx.x % 32;
@@ -83,13 +88,13 @@ MOK_DEVICE void for_each_id(const ForwardParams& p, int v, int source, int chunk
 }
 
 // The local expert of an id, or -1 if another rank owns it or the slot is unused.
-MOK_DEVICE int local_expert(const ForwardParams& p, int rank, int32_t id) {
+MOK_DEVICE int local_expert(const CallParams& p, int rank, int32_t id) {
   const int num_local = p.geometry.shape.num_local_experts;
   if (!plan::valid_expert(id, p.geometry.num_experts)) return -1;
   return plan::owner(id, num_local) == rank ? plan::local(id, num_local) : -1;
 }
 
-MOK_DEVICE void check_id(const ForwardParams& p, const Watch& watch, int source, const int32_t* ids,
+MOK_DEVICE void check_id(const CallParams& p, const Watch& watch, int source, const int32_t* ids,
                          int i, int32_t id) {
   if (id == plan::kUnusedSlot) return;
   const int top_k = p.geometry.shape.top_k;
@@ -102,11 +107,11 @@ MOK_DEVICE void check_id(const ForwardParams& p, const Watch& watch, int source,
   report(watch, {code, FaultPhase::kStart, source, token, id, slot});
 }
 
-__global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ CallParams p) {
   extern __shared__ int32_t counters[];  // [warps][El]
   const Geometry& g = p.geometry;
   const int source = blockIdx.y, v = blockIdx.z, rank = p.rank(v);
-  const Watch watch = make_watch(p, v, nullptr);
+  const Watch watch = make_watch(p, v);
   const HeapControl* own = p.heap_control(rank);
   // Every rank checks the ids of all ranks: so all come to the same verdict.
   const bool came = threadIdx.x != 0 || wait_peer(watch, own, &own->started[source], source,
@@ -142,7 +147,7 @@ MOK_DEVICE int32_t inclusive_warp_sum(int32_t x) {
   return x;
 }
 
-__global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ CallParams p) {
   const Geometry& g = p.geometry;
   const int v = blockIdx.y;
   if (p.control(v)->abort != 0) return;
@@ -172,7 +177,7 @@ __global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ F
 
 // ---- place ----
 
-MOK_DEVICE int32_t expert_rows(const ForwardParams& p, int v, int e) {
+MOK_DEVICE int32_t expert_rows(const CallParams& p, int v, int e) {
   const plan::Shape& s = p.geometry.shape;
   const int32_t* counts = p.array<int32_t>(p.geometry.workspace.counts, v);
   int32_t rows = 0;
@@ -182,7 +187,7 @@ MOK_DEVICE int32_t expert_rows(const ForwardParams& p, int v, int e) {
 }
 
 // first_block[e] = blocks of the experts before e, in shared memory; by the whole CTA.
-__device__ void scan_blocks(const ForwardParams& p, int v, int32_t* first_block) {
+__device__ void scan_blocks(const CallParams& p, int v, int32_t* first_block) {
   __shared__ int32_t warp_sums[kPlanWarps];
   const int num_local = p.geometry.shape.num_local_experts;
   const int per_thread = (num_local + kPlanThreads - 1) / kPlanThreads;
@@ -205,19 +210,24 @@ __device__ void scan_blocks(const ForwardParams& p, int v, int32_t* first_block)
 }
 
 // An expert's blocks, and the padding of the last one; by the whole CTA.
-MOK_DEVICE void place_blocks(const ForwardParams& p, int v, int e, const int32_t* first_block) {
+template <plan::Pass kPass>
+MOK_DEVICE void place_blocks(const CallParams& p, int v, int e, const int32_t* first_block) {
   const Geometry& g = p.geometry;
   const int first = first_block[e], end = first_block[e + 1];
   int32_t* block_expert = p.array<int32_t>(g.workspace.block_expert, v);
   for (int b = first + threadIdx.x; b < end; b += blockDim.x) block_expert[b] = e;
-  RowRoute* routes = p.array<RowRoute>(g.workspace.routes, v);
   const char* zeros = p.array<char>(g.workspace.zero_row, v);
   for (int row = first * kBlockRows + expert_rows(p, v, e) + threadIdx.x; row < end * kBlockRows;
-       row += blockDim.x)
-    routes[row] = {zeros, nullptr};
+       row += blockDim.x) {
+    if constexpr (kPass == plan::Pass::kForward)
+      p.array<RowRoute>(g.workspace.routes, v)[row] = {zeros, nullptr};
+    else
+      p.array<GradRoute>(g.workspace.routes, v)[row] = {zeros, zeros, nullptr, nullptr, 0.0f};
+  }
 }
 
-__global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ ForwardParams p) {
+template <plan::Pass kPass>
+__global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ CallParams p) {
   extern __shared__ int32_t shared[];
   const Geometry& g = p.geometry;
   const plan::Shape& s = g.shape;
@@ -228,7 +238,7 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Fo
   scan_blocks(p, v, first_block);
 
   const int cta = blockIdx.y * gridDim.x + blockIdx.x, ctas = gridDim.x * gridDim.y;
-  for (int e = cta; e < num_local; e += ctas) place_blocks(p, v, e, first_block);
+  for (int e = cta; e < num_local; e += ctas) place_blocks<kPass>(p, v, e, first_block);
   if (cta == 0)
     for (int e = threadIdx.x; e <= num_local; e += blockDim.x)
       p.array<int32_t>(g.workspace.expert_first_block, v)[e] = first_block[e];
@@ -242,10 +252,9 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Fo
   for (int e = lane; e < num_local; e += 32) next[e] = before[int64_t{e} * g.num_chunks];
   __syncwarp();
   const int32_t* counts = p.array<int32_t>(g.workspace.counts, v);
-  RowRoute* routes = p.array<RowRoute>(g.workspace.routes, v);
   const char* tokens = p.tokens_of(source, v);
   char* slots = p.heap(source) + g.heap.slots;
-  const int64_t row_bytes = int64_t{g.hidden} * 2;
+  const int64_t row_bytes = p.row_bytes();
   const int num_ids = s.num_tokens * s.top_k;
   int32_t* token_rows =
       s.num_ranks > 1 ? p.array<int32_t>(g.workspace.token_rows, v) + int64_t{source} * num_ids
@@ -267,8 +276,16 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Fo
     const int32_t row =
         first_block[e] * kBlockRows +
         plan::row_position(counts + e, num_local, s.num_ranks, source, j, s.source_order);
-    routes[row] = {tokens + token * row_bytes,
-                   slots + plan::combine_slot(token, slot, s.num_tokens) * row_bytes};
+    const char* from = tokens + token * row_bytes;
+    char* to = slots + plan::combine_slot(token, slot, s.num_tokens) * row_bytes;
+    if constexpr (kPass == plan::Pass::kForward) {
+      p.array<RowRoute>(g.workspace.routes, v)[row] = {from, to};
+    } else {
+      float* parts = reinterpret_cast<float*>(p.heap(source) + g.heap.parts);
+      p.array<GradRoute>(g.workspace.routes, v)[row] = {
+          from, p.cotangents_of(source, v) + token * row_bytes, to, parts + i,
+          p.weights_of(source, v)[i]};
+    }
     if (token_rows != nullptr) token_rows[i] = row;
   });
 }
@@ -276,8 +293,10 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Fo
 // ---- share ----
 
 // A token of another rank that several experts here want is pulled once: its later rows are copied
-// from the first one. Only where the ring holds all blocks, so that the first one is still there.
-__global__ void __launch_bounds__(kPlanThreads) share(const __grid_constant__ ForwardParams p) {
+// from the one that is pulled first. Only where the ring holds all blocks, so that it is still
+// there.
+template <plan::Pass kPass>
+__global__ void __launch_bounds__(kPlanThreads) share(const __grid_constant__ CallParams p) {
   const Geometry& g = p.geometry;
   const plan::Shape& s = g.shape;
   const int source = blockIdx.y, v = blockIdx.z;
@@ -290,10 +309,16 @@ __global__ void __launch_bounds__(kPlanThreads) share(const __grid_constant__ Fo
   const int32_t* rows = p.array<int32_t>(g.workspace.token_rows, v) + int64_t{source} * num_ids;
   if (rows[i] < 0) return;
   const int slot = i % s.top_k;
-  const int32_t first = plan::first_use_of(rows + (i - slot), s.top_k, slot, s);
+  const int32_t first = plan::first_use_of(rows + (i - slot), s.top_k, slot, s, kPass);
   if (first < 0) return;
-  p.array<RowRoute>(g.workspace.routes, v)[rows[i]].from =
-      p.array<char>(g.workspace.x_ring, v) + int64_t{first} * g.hidden * 2;
+  const int64_t offset = first * p.row_bytes();
+  if constexpr (kPass == plan::Pass::kForward) {
+    p.array<RowRoute>(g.workspace.routes, v)[rows[i]].from = p.x_ring(v) + offset;
+  } else {
+    GradRoute& route = p.array<GradRoute>(g.workspace.routes, v)[rows[i]];
+    route.x = p.x_ring(v) + offset;
+    route.dy = p.dy_ring(v) + offset;
+  }
 }
 
 }  // namespace
@@ -306,12 +331,14 @@ cudaError_t prepare_plan_kernels() {
   cudaFuncAttributes attributes;  // asking for them loads a kernel
   if (cudaError_t e = cudaFuncGetAttributes(&attributes, publish)) return e;
   if (cudaError_t e = cudaFuncGetAttributes(&attributes, prefix)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share)) return e;
+  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share<plan::Pass::kForward>)) return e;
+  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share<plan::Pass::kBackward>)) return e;
   if (cudaError_t e = set_shared(count)) return e;
-  return set_shared(place);
+  if (cudaError_t e = set_shared(place<plan::Pass::kForward>)) return e;
+  return set_shared(place<plan::Pass::kBackward>);
 }
 
-cudaError_t launch_plan(const ForwardParams& p, int num_sms, cudaStream_t stream) {
+cudaError_t launch_plan(const CallParams& p, int num_sms, cudaStream_t stream) {
   const Geometry& g = p.geometry;
   const unsigned ranks = g.num_virtual_ranks, sources = g.shape.num_ranks;
   const unsigned experts = g.shape.num_local_experts;
@@ -321,12 +348,15 @@ cudaError_t launch_plan(const ForwardParams& p, int num_sms, cudaStream_t stream
   publish<<<dim3(publish_ctas, ranks), kPublishThreads, 0, stream>>>(p);
   count<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, kPlanWarps * experts * 4, stream>>>(p);
   prefix<<<dim3(pair_ctas, ranks), kPlanThreads, 0, stream>>>(p);
-  place<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, (kPlanWarps * experts + experts + 1) * 4,
-          stream>>>(p);
+  const bool forward = g.pass == plan::Pass::kForward;
+  const auto place_pass = forward ? place<plan::Pass::kForward> : place<plan::Pass::kBackward>;
+  place_pass<<<dim3(chunk_ctas, sources, ranks), kPlanThreads,
+               (kPlanWarps * experts + experts + 1) * 4, stream>>>(p);
   if (sources > 1) {
     const unsigned num_ids = g.shape.num_tokens * g.shape.top_k;
     const unsigned id_ctas = (num_ids + kPlanThreads - 1) / kPlanThreads;
-    share<<<dim3(id_ctas, sources, ranks), kPlanThreads, 0, stream>>>(p);
+    const auto share_pass = forward ? share<plan::Pass::kForward> : share<plan::Pass::kBackward>;
+    share_pass<<<dim3(id_ctas, sources, ranks), kPlanThreads, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }

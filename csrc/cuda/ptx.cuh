@@ -13,6 +13,18 @@ MOK_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Indices read anew: kept from the start of a kernel, they would take registers all along.
+MOK_DEVICE int block_index() {
+  int i;
+  asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(i));
+  return i;
+}
+MOK_DEVICE int thread_index() {
+  int i;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(i));
+  return i;
+}
+
 // One lane of a converged warp.
 MOK_DEVICE bool elect_one() {
   uint32_t elected;
@@ -76,8 +88,11 @@ MOK_DEVICE void tma_load_3d(void* to, const CUtensorMap* map, uint64_t* barrier,
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(panel)
       : "memory");
 }
-MOK_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+MOK_DEVICE void tma_store_2d(const CUtensorMap* map, const void* from, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(column), "r"(row)
+      : "memory");
 }
 MOK_DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile(
@@ -104,6 +119,10 @@ MOK_DEVICE void bulk_wait_read() {
 }
 // Orders ordinary accesses with those of the copy engine, on both sides of a hand-over.
 MOK_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same for accesses to the CTA's shared memory alone.
+MOK_DEVICE void fence_async_proxy_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- counters and flags in global memory; .gpu inside a rank, .sys between ranks ----
 MOK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
@@ -144,6 +163,11 @@ MOK_DEVICE uint4 load_peer_written(const void* p) {
                : "memory");
   return v;
 }
+MOK_DEVICE float load_peer_written_float(const float* p) {
+  float v;
+  asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
 MOK_DEVICE void store_global(void* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -157,11 +181,31 @@ MOK_DEVICE uint4 load_shared(const void* p) {
                : "memory");
   return v;
 }
+MOK_DEVICE void store_shared(void* p, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(p)), "f"(v.x), "f"(v.y)
+               : "memory");
+}
+// Memory that no kernel writes while this one runs, and that is read once.
+MOK_DEVICE uint4 load_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
 // Four 8x8 matrices of 16-bit elements from the wgmma fragment layout into rows of shared memory.
 MOK_DEVICE void store_matrix_x4(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
       "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+// Two of them; lanes 0..15 give the rows.
+MOK_DEVICE void store_matrix_x2(void* row, uint32_t a, uint32_t b) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(a),
+      "r"(b)
       : "memory");
 }
 // bf16 pair, `low` in the lower half.

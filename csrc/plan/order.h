@@ -21,8 +21,6 @@
 
 namespace jax_mok::plan {
 
-enum class Pass : int32_t { kForward, kBackward };
-
 enum class Phase : int32_t { kGateUp, kDown, kGradHidden, kGradInput, kGradWeight };
 
 // A run of blocks of one expert inside one macrobatch. Also used for segments, the largest such

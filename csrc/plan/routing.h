@@ -63,14 +63,16 @@ MOK_HD int64_t combine_slot(int32_t token, int32_t slot, int32_t num_tokens) {
 
 // Dedup: several experts of one rank may want the same token. token_rows[0..num_rows) are the rows
 // (of this rank's row list; -1 = slot not for this rank) that one (rank, token) takes; returns the
-// first of them in the macrobatch of token_rows[i], or -1 if that is token_rows[i] itself.
-MOK_HD int32_t first_use_of(const int32_t* token_rows, int32_t num_rows, int32_t i,
-                            const Shape& s) {
+// one of them in the macrobatch of token_rows[i] that the pass pulls first (the backward: the last
+// row), or -1 if that is token_rows[i] itself.
+MOK_HD int32_t first_use_of(const int32_t* token_rows, int32_t num_rows, int32_t i, const Shape& s,
+                            Pass pass = Pass::kForward) {
   const int64_t per_macrobatch = int64_t{s.macrobatch_blocks} * s.block_rows;
   const int64_t macrobatch = token_rows[i] / per_macrobatch;
   int32_t first = token_rows[i];
   for (int32_t j = 0; j < num_rows; ++j)
-    if (token_rows[j] >= 0 && token_rows[j] < first && token_rows[j] / per_macrobatch == macrobatch)
+    if (token_rows[j] >= 0 && token_rows[j] / per_macrobatch == macrobatch &&
+        (pass == Pass::kForward ? token_rows[j] < first : token_rows[j] > first))
       first = token_rows[j];
   return first == token_rows[i] ? -1 : first;
 }

@@ -19,6 +19,8 @@ enum class SourceOrder : int32_t {
                  // ranks the same tokens are spread over (CPU)
 };
 
+enum class Pass : int32_t { kForward, kBackward };
+
 // A *block* is `block_rows` rows of one expert, the last block of an expert is padded. The blocks
 // of a rank are numbered expert after expert; experts without rows have none. A *group* (minibatch)
 // is a run of blocks handed to the GEMM together, a *macrobatch* is a run of `macrobatch_blocks`

@@ -1,0 +1,182 @@
+// The backward's loader: which operands a tile's stages hold.
+#pragma once
+
+#include "cuda/backward_tiles.cuh"
+#include "cuda/gemm_sm90.cuh"
+
+namespace jax_mok::cuda {
+
+constexpr int kBackwardStages = 3;
+using BackwardStages = Stages<kBackwardStages>;
+
+// One thread. As in the forward, a tile's weights are asked for before its rows are known to be
+// there. Columns past the end of a tensor arrive as zeros, rows past the end of an expert's weights
+// as those of the next: what is made of them is not stored.
+class GradLoader {
+ public:
+  __device__ GradLoader(const BackwardParams& p, int v, BackwardStages& stages,
+                        StageBarriers<kBackwardStages>& barriers, TileRing<GradTile>& ring,
+                        AbortWord cta_abort)
+      : p_(p),
+        num_blocks_(p.block_map(v).num_blocks),
+        stages_(stages),
+        barriers_(barriers),
+        ring_(ring),
+        cta_abort_(cta_abort) {}
+
+  __device__ void run() {
+    for (;; at_.advance()) {
+      if (!wait_barrier(&ring_.known[at_.slot()], at_.parity(), cta_abort_)) return;
+      const GradTile tile = ring_.tiles[at_.slot()];
+      if (tile.work == GradWork::kEnd) return;
+      ready_ = false;
+      if (!load(tile)) return;
+      mbarrier_arrive(&ring_.done[at_.slot()]);
+    }
+  }
+
+ private:
+  __device__ bool load(const GradTile& t) {
+    switch (t.work) {
+      case GradWork::kHidden:
+        return load_hidden(t);
+      case GradWork::kHiddenSaved:
+        return load_saved(t);
+      case GradWork::kInput:
+        return load_input(t);
+      case GradWork::kDownWeight:
+        return load_down_weight(t);
+      case GradWork::kGateUpWeight:
+        return load_gate_up_weight(t);
+      default:
+        return true;
+    }
+  }
+  __device__ const NetworkMaps& maps(const GradTile& t) const {
+    return t.shared ? p_.shared : p_.routed;
+  }
+  __device__ int inner(const GradTile& t) const {
+    return t.shared ? p_.geometry.shared_intermediate : p_.geometry.intermediate;
+  }
+  // First row of the expert in a weight tensor with `rows` rows each.
+  __device__ int weight_row_of(const GradTile& t, int rows) const {
+    return t.shared ? 0 : t.expert * rows;
+  }
+
+  // Stages of x (W_gate | W_up) and of dy W_down^T take turns.
+  __device__ bool load_hidden(const GradTile& t) {
+    const NetworkMaps& m = maps(t);
+    const int hidden = p_.geometry.hidden;
+    const int gate_row = weight_row_of(t, hidden), down_row = weight_row_of(t, inner(t));
+    const int end = min((t.n + 1) * kHiddenTileColumns, inner(t));
+    for (int column = t.n * kHiddenTileColumns; column < end; column += kGateUpColumns) {
+      for (int k = 0; k < hidden; k += kTileK) {
+        if (!begin(kABytes + kBBytes)) return false;
+        load_panels(b(), m.gate, column, gate_row + k, 2);
+        load_panels(b() + 2 * kPanelBytes, m.up, column, gate_row + k, 2);
+        if (!rows_ready()) return false;
+        load_rows(a(), m.x, k, t.token_row, 2);
+        to_.advance();
+
+        if (!begin(kABytes + kBBytes / 2)) return false;
+        load_rows(b(), m.down, k, down_row + column, 2);
+        load_rows(a(), m.dy, k, t.token_row, 2);
+        to_.advance();
+      }
+    }
+    return true;
+  }
+  // dy W_down^T.
+  __device__ bool load_saved(const GradTile& t) {
+    const NetworkMaps& m = maps(t);
+    const int down_row = weight_row_of(t, inner(t)) + t.n * kHiddenTileColumns;
+    for (int k = 0; k < p_.geometry.hidden; k += kTileK) {
+      if (!begin(kABytes + kBBytes)) return false;
+      load_rows(b(), m.down, k, down_row, 4);
+      if (!rows_ready()) return false;
+      load_rows(a(), m.dy, k, t.token_row, 2);
+      to_.advance();
+    }
+    return true;
+  }
+  // d_gate W_gate^T + d_up W_up^T.
+  __device__ bool load_input(const GradTile& t) {
+    const NetworkMaps& m = maps(t);
+    const int row = weight_row_of(t, p_.geometry.hidden) + t.n * kTileColumns;
+    for (int half = 0; half < 2; ++half) {
+      const CUtensorMap& weights = half == 0 ? m.gate : m.up;
+      const CUtensorMap& rows = half == 0 ? m.d_gate : m.d_up;
+      for (int k = 0; k < inner(t); k += kTileK) {
+        if (!begin(kABytes + kBBytes)) return false;
+        load_rows(b(), weights, k, row, 4);
+        if (!rows_ready()) return false;
+        load_rows(a(), rows, k, t.hidden_row, 2);
+        to_.advance();
+      }
+    }
+    return true;
+  }
+  // (w h)^T dy.
+  __device__ bool load_down_weight(const GradTile& t) {
+    const NetworkMaps& m = maps(t);
+    for (int stage = 0; stage < t.num_stages; ++stage) {
+      if (!begin(kABytes + kBBytes) || !rows_ready()) return false;
+      const int row = weight_row(t, stage).row;
+      load_panels(a(), m.h, t.m * kBlockRows, t.hidden_row + row, 2);
+      load_panels(b(), m.dy, t.n * kTileColumns, t.token_row + row, 4);
+      to_.advance();
+    }
+    return true;
+  }
+  // x^T (d_gate | d_up).
+  __device__ bool load_gate_up_weight(const GradTile& t) {
+    const NetworkMaps& m = maps(t);
+    const int column = t.n * kGateUpColumns;
+    for (int stage = 0; stage < t.num_stages; ++stage) {
+      if (!begin(kABytes + kBBytes) || !rows_ready()) return false;
+      const WeightRow at = weight_row(t, stage);
+      const bool saved = !t.shared && p_.is_saved(num_blocks_, t.block - at.block_step);
+      const CUtensorMap& x = saved ? p_.saved_x_map : m.x;
+      load_panels(a(), x, t.m * kBlockRows, t.token_row + at.row, 2);
+      load_panels(b(), m.d_gate, column, t.hidden_row + at.row, 2);
+      load_panels(b() + 2 * kPanelBytes, m.d_up, column, t.hidden_row + at.row, 2);
+      to_.advance();
+    }
+    return true;
+  }
+
+  __device__ uint8_t* a() const { return stages_.a[to_.stage]; }
+  __device__ uint8_t* b() const { return stages_.b[to_.stage]; }
+  __device__ bool begin(uint32_t bytes) const {
+    if (!wait_barrier(&barriers_.empty[to_.stage], to_.parity ^ 1, cta_abort_)) return false;
+    mbarrier_arrive_expect(&barriers_.full[to_.stage], bytes);
+    return true;
+  }
+  __device__ bool rows_ready() {
+    if (!ready_) ready_ = wait_barrier(&ring_.ready[at_.slot()], at_.parity(), cta_abort_);
+    return ready_;
+  }
+  // `panels` panels of 64 rows x 64 columns: next to each other, or below each other.
+  __device__ void load_panels(uint8_t* to, const CUtensorMap& map, int column, int row,
+                              int panels) const {
+    for (int i = 0; i < panels; ++i)
+      tma_load_2d(to + i * kPanelBytes, &map, &barriers_.full[to_.stage], column + i * 64, row);
+  }
+  __device__ void load_rows(uint8_t* to, const CUtensorMap& map, int column, int row,
+                            int panels) const {
+    for (int i = 0; i < panels; ++i)
+      tma_load_2d(to + i * kPanelBytes, &map, &barriers_.full[to_.stage], column, row + i * 64);
+  }
+
+  const BackwardParams& p_;
+  const int num_blocks_;
+  BackwardStages& stages_;
+  StageBarriers<kBackwardStages>& barriers_;
+  TileRing<GradTile>& ring_;
+  const AbortWord cta_abort_;
+  RingCursor at_;
+  StageCursor<kBackwardStages> to_;
+  bool ready_ = false;
+};
+
+}  // namespace jax_mok::cuda

@@ -1,0 +1,226 @@
+// The way of a backward tile's results: consumer warps leave them in shared memory and go on with
+// the next tile, a storer warp hands them to the copy engine and tells the other CTAs.
+#pragma once
+
+#include "cuda/backward_tiles.cuh"
+
+namespace jax_mok::cuda {
+
+constexpr int kOutboxSlots = 4;
+constexpr int kOutboxSlotBytes = kBlockRows * 128;  // 128 rows x 64 columns of bf16, swizzled
+// Rows of dx lie in all slots at once, in lines that are 16 bytes longer than a row: the matrices
+// that consumers store then hit every bank once.
+constexpr int kInputLineBytes = kTileColumns * 2 + 16;
+constexpr int kOutboxBytes = kBlockRows * kInputLineBytes;
+static_assert(kOutboxBytes >= kOutboxSlots * kOutboxSlotBytes, "slots overlap");
+
+struct OutboxBarriers {
+  uint64_t full[kOutboxSlots];   // 1 arrival per consumer warp
+  uint64_t empty[kOutboxSlots];  // 1 arrival: the copy engine has read it
+
+  __device__ void init(int consumer_warps) {
+    for (int i = 0; i < kOutboxSlots; ++i) {
+      mbarrier_init(&full[i], consumer_warps);
+      mbarrier_init(&empty[i], 1);
+    }
+  }
+};
+// Counts the slots taken; one register where two would read better.
+struct OutboxCursor {
+  uint32_t count = 0;
+  MOK_DEVICE int slot() const { return count % kOutboxSlots; }
+  MOK_DEVICE uint32_t parity() const { return count / kOutboxSlots & 1; }
+  MOK_DEVICE void advance() { ++count; }
+};
+
+// A consumer warp's side. Whole warp.
+class Outbox {
+ public:
+  MOK_DEVICE Outbox(uint8_t* bytes, OutboxBarriers& barriers, AbortWord cta_abort)
+      : bytes_(bytes), barriers_(barriers), cta_abort_(cta_abort) {}
+
+  // The next slots, once they may be written.
+  template <int kSlots>
+  MOK_DEVICE void open(uint8_t* (&slots)[kSlots]) {
+    OutboxCursor at = at_;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i, at.advance()) {
+      wait_barrier(&barriers_.empty[at.slot()], at.parity() ^ 1, cta_abort_);
+      slots[i] = bytes_ + at.slot() * kOutboxSlotBytes;
+    }
+  }
+  template <int kSlots>
+  MOK_DEVICE void close() {
+    fence_async_proxy_shared();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i, at_.advance())
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&barriers_.full[at_.slot()]);
+  }
+  // All of them, as one piece of memory.
+  MOK_DEVICE uint8_t* open_all() {
+    uint8_t* slots[kOutboxSlots];
+    open(slots);
+    return bytes_;
+  }
+  MOK_DEVICE void close_all() { close<kOutboxSlots>(); }
+
+ private:
+  uint8_t* const bytes_;
+  OutboxBarriers& barriers_;
+  const AbortWord cta_abort_;
+  OutboxCursor at_;
+};
+
+// A storer warp's side: takes the slots in the order in which the consumers fill them.
+class Storer {
+ public:
+  __device__ Storer(const BackwardParams& p, const Watch& watch, int v, const uint8_t* bytes,
+                    OutboxBarriers& barriers, TileRing<GradTile>& ring)
+      : p_(p), watch_(watch), v_(v), bytes_(bytes), barriers_(barriers), ring_(ring) {}
+
+  // Whole warp.
+  __device__ void run() {
+    for (;; tile_at_.advance()) {
+      if (!all(wait_barrier_timed(watch_, &ring_.known[tile_at_.slot()], tile_at_.parity(),
+                                  FaultPhase::kGradHidden, -1)))
+        break;
+      const GradTile tile = ring_.tiles[tile_at_.slot()];
+      if (tile.work == GradWork::kEnd || !all(store(tile)) ||
+          !all(wait_barrier_timed(watch_, &ring_.done[tile_at_.slot()], tile_at_.parity(),
+                                  phase_of(tile.work), tile.block)))
+        break;
+      if (lane_ == 0) {
+        if (tile.work == GradWork::kMacrobatchEnd)
+          add_release_gpu(p_.macrobatch_done(v_) + tile.block, 1);
+        mbarrier_arrive(&ring_.released[tile_at_.slot()]);
+      }
+    }
+    bulk_wait<0>();  // also what was pushed to other ranks
+    fence_async_proxy();
+  }
+
+ private:
+  static MOK_DEVICE bool all(bool good) { return __all_sync(0xffffffffu, good); }
+
+  __device__ bool store(const GradTile& t) {
+    switch (t.work) {
+      case GradWork::kHidden:
+      case GradWork::kHiddenSaved:
+        return lane_ != 0 || store_hidden(t);
+      case GradWork::kInput:
+        return store_input(t);
+      case GradWork::kDownWeight:
+      case GradWork::kGateUpWeight:
+        return lane_ != 0 || t.open_out >= 0 || store_weight(t);
+      default:
+        return true;
+    }
+  }
+
+  // Lane 0. Panels of w h, d_gate and d_up in turn.
+  __device__ bool store_hidden(const GradTile& t) {
+    const NetworkMaps& m = t.shared ? p_.shared : p_.routed;
+    const int inner = t.shared ? p_.geometry.shared_intermediate : p_.geometry.intermediate;
+    const int end = min((t.n + 1) * kHiddenTileColumns, inner);
+    for (int column = t.n * kHiddenTileColumns; column < end; column += 64) {
+      for (int i = 0; i < 3; ++i) {
+        const CUtensorMap* map = i == 0 ? &m.h : i == 1 ? &m.d_gate : &m.d_up;
+        if (!take(t)) return false;
+        send(map, column, t.hidden_row);
+        send(map, column, t.hidden_row + 64, 1);
+        give_back();
+      }
+    }
+    bulk_wait<0>();
+    fence_async_proxy();
+    if (t.shared) {
+      add_release_gpu(p_.shared_full(v_) + t.block, 1);
+      add_release_gpu(p_.all_shared_full(v_), 1);
+    } else {
+      const int num_local = p_.geometry.shape.num_local_experts;
+      add_release_gpu(p_.expert_full(v_) + t.expert - v_ * num_local, 1);
+    }
+    return true;
+  }
+
+  // Lane 0. Panels of 64 columns of bf16, or of 32 of float32.
+  __device__ bool store_weight(const GradTile& t) {
+    const NetworkMaps& m = t.shared ? p_.shared : p_.routed;
+    const Geometry& g = p_.geometry;
+    const int inner = t.shared ? g.shared_intermediate : g.intermediate;
+    const bool down = t.work == GradWork::kDownWeight;
+    const int rows = down ? inner : g.hidden, columns = down ? g.hidden : inner;
+    const int width = p_.float32_weight_grads && !t.shared ? 32 : 64;
+    const int row = t.expert * rows + t.m * kBlockRows;
+    const bool second = t.m * kBlockRows + 64 < rows;
+    for (int i = 0; i < (down ? 1 : 2); ++i) {
+      const CUtensorMap* map = down ? &m.grad_down : i == 0 ? &m.grad_gate : &m.grad_up;
+      const int first = t.n * (down ? kTileColumns : kGateUpColumns);
+      const int end = min(first + (down ? kTileColumns : kGateUpColumns), columns);
+      for (int column = first; column < end; column += width) {
+        if (!take(t)) return false;
+        send(map, column, row);
+        if (second) send(map, column, row + 64, 1);
+        give_back();
+      }
+    }
+    return true;
+  }
+
+  // Whole warp. Every row goes to its own place.
+  __device__ bool store_input(const GradTile& t) {
+    const Geometry& g = p_.geometry;
+    OutboxCursor at = at_;
+    bool good = true;
+    for (int i = 0; i < kOutboxSlots && good; ++i, at.advance())
+      good = wait_barrier_timed(watch_, &barriers_.full[at.slot()], at.parity(),
+                                FaultPhase::kGradInput, t.block);
+    if (!all(good)) return false;
+    const int column = t.n * kTileColumns;
+    const uint32_t bytes = min(kTileColumns, g.hidden - column) * 2;
+    for (int row = lane_; row < kBlockRows; row += 32) {
+      char* to = dx_row(t, row);
+      if (to != nullptr) bulk_store(to + column * 2, bytes_ + row * kInputLineBytes, bytes);
+    }
+    bulk_commit();
+    bulk_wait_read<0>();
+    __syncwarp();
+    for (int i = 0; i < kOutboxSlots; ++i, at_.advance())
+      if (lane_ == 0) mbarrier_arrive(&barriers_.empty[at_.slot()]);
+    return true;
+  }
+  __device__ char* dx_row(const GradTile& t, int row) const {
+    const Geometry& g = p_.geometry;
+    const int64_t block_row = int64_t{t.block} * kBlockRows + row;
+    if (!t.shared) return p_.array<GradRoute>(g.workspace.routes, v_)[block_row].dx;
+    if (block_row >= g.shape.num_tokens) return nullptr;
+    return p_.array<char>(g.workspace.shared_y, v_) + block_row * p_.row_bytes();
+  }
+
+  __device__ bool take(const GradTile& t) const {
+    return wait_barrier_timed(watch_, &barriers_.full[at_.slot()], at_.parity(), phase_of(t.work),
+                              t.block);
+  }
+  __device__ void send(const CUtensorMap* map, int column, int row, int half = 0) const {
+    tma_store_2d(map, bytes_ + at_.slot() * kOutboxSlotBytes + half * (kOutboxSlotBytes / 2),
+                 column, row);
+  }
+  __device__ void give_back() {
+    bulk_commit();
+    bulk_wait_read<0>();
+    mbarrier_arrive(&barriers_.empty[at_.slot()]);
+    at_.advance();
+  }
+
+  const BackwardParams& p_;
+  const Watch& watch_;
+  const int v_, lane_ = threadIdx.x % 32;
+  const uint8_t* const bytes_;
+  OutboxBarriers& barriers_;
+  TileRing<GradTile>& ring_;
+  RingCursor tile_at_;
+  OutboxCursor at_;
+};
+
+}  // namespace jax_mok::cuda

@@ -1,0 +1,412 @@
+// The persistent kernel of the backward on Hopper: one CTA per SM, from tokens and cotangents to
+// all gradients.
+//
+// Roles of a compute CTA: warp 0 loads tiles, warp 1 schedules, warp 2 stores results, warp 3 pulls
+// rows (unless dedicated CTAs do), two warpgroups multiply. In the end every CTA takes part in the
+// sums of dx.
+#include "cuda/backward_epilogue.cuh"
+#include "cuda/backward_loader.cuh"
+#include "cuda/backward_sm90.h"
+#include "cuda/combine.cuh"
+#include "cuda/dispatch.cuh"
+
+namespace jax_mok::cuda {
+namespace {
+
+// Registers per thread: 168 at launch (65536 / 384); the consumers hold up to 192 accumulators.
+constexpr int kLaunchRegisters = 168;
+constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = 224;
+
+constexpr int kCommWarps = 12;  // of a dedicated CTA
+
+struct SharedWords {
+  uint32_t cta_abort;
+  uint32_t verdict;
+};
+struct ComputeStorage {
+  BackwardStages stages;
+  uint8_t outbox[kOutboxBytes];
+  uint8_t comm[kCommBufferBytes];
+  StageBarriers<kBackwardStages> stage_barriers;
+  OutboxBarriers outbox_barriers;
+  TileRing<GradTile> ring;
+  CommBarriers comm_barriers;
+};
+struct CommStorage {
+  uint8_t buffers[kCommWarps][kCommBufferBytes];
+  CommBarriers barriers[kCommWarps];
+};
+struct Storage {
+  union {
+    ComputeStorage compute;
+    CommStorage comm;
+  };
+  SharedWords words;
+};
+// Nothing is left for aligning it: the kernel has no static shared memory, so the dynamic part
+// begins where the hardware's own 1 KB ends.
+constexpr int kDynamicBytes = sizeof(Storage);
+static_assert(kDynamicBytes <= 232448, "more shared memory than an SM has");
+
+// The same in all lanes, and known to be to the compiler: it must not take the products for
+// divergent.
+MOK_DEVICE int32_t uniform(int32_t value) { return __shfl_sync(kAllLanes, value, 0); }
+
+// One consumer warp: multiplies and passes on 16 rows of every tile.
+template <ActivationKind kKind, bool kPlain>
+class GradConsumer {
+ public:
+  MOK_DEVICE GradConsumer(const BackwardParams& p, ComputeStorage& storage, int v, int warp,
+                          AbortWord cta_abort)
+      : p_(p),
+        v_(v),
+        warp_row_((warp / 4 - 1) * 64 + warp % 4 * 16),
+        cta_abort_(cta_abort),
+        ring_(storage.ring),
+        outbox_(storage.outbox, storage.outbox_barriers, cta_abort),
+        products_(storage.stages, storage.stage_barriers, warp / 4 - 1, cta_abort) {}
+
+  MOK_DEVICE void run() {
+    float d[128];
+    for (RingCursor at;; at.advance()) {
+      if (!wait_barrier(&ring_.known[at.slot()], at.parity(), cta_abort_)) break;
+      // Read where it stands, when it is needed: the accumulators leave few registers.
+      const GradTile& tile = ring_.tiles[at.slot()];
+      const GradWork work = static_cast<GradWork>(uniform(static_cast<int32_t>(tile.work)));
+      if (work == GradWork::kEnd) break;
+      switch (work) {
+        case GradWork::kHidden:
+          hidden(d, tile);
+          break;
+        case GradWork::kHiddenSaved:
+          hidden_saved(d, tile);
+          break;
+        case GradWork::kInput:
+          products_.template multiply<Major::kK, Major::kK>(d, 2 * (inner(tile) / kTileK));
+          input_results(d, outbox_, warp_row_);
+          break;
+        case GradWork::kDownWeight:
+        case GradWork::kGateUpWeight:
+          weight(d, tile);
+          break;
+        case GradWork::kBias:
+          if (!wait_barrier(&ring_.ready[at.slot()], at.parity(), cta_abort_)) break;
+          bias_results(p_, v_, tile);
+          bias_dots(p_, v_, tile);
+          break;
+        default:
+          break;
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring_.done[at.slot()]);
+    }
+  }
+
+ private:
+  MOK_DEVICE int inner(const GradTile& t) const {
+    return t.shared ? p_.geometry.shared_intermediate : p_.geometry.intermediate;
+  }
+
+  // Weight of the thread's row r (0) or r + 8 (1).
+  MOK_DEVICE RowPair rows_of(const GradTile& t) const {
+    RowPair rows;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = int64_t{t.block} * kBlockRows + warp_row_ + threadIdx.x % 32 / 4 + i * 8;
+      if (!t.shared)
+        rows.weight[i] = p_.array<GradRoute>(p_.geometry.workspace.routes, v_)[row].weight;
+      else if (row >= p_.geometry.shape.num_tokens)
+        rows.weight[i] = 0.0f;  // what lies there belongs to somebody else
+      else
+        rows.weight[i] = p_.s_scale == nullptr
+                             ? 1.0f
+                             : p_.s_scale[int64_t{v_} * p_.geometry.shape.num_tokens + row];
+    }
+    return rows;
+  }
+  // Partial <h, dh> of the thread's two rows over the 128 columns from `column`.
+  MOK_DEVICE void store_dots(const GradTile& t, int column, float (&dot)[2]) const {
+    const Geometry& g = p_.geometry;
+    const int lane = threadIdx.x % 32, part = column / kPartColumns;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      dot[i] += __shfl_xor_sync(kAllLanes, dot[i], 1);
+      dot[i] += __shfl_xor_sync(kAllLanes, dot[i], 2);
+    }
+    if (lane % 4 >= 2) return;
+    const int64_t row = int64_t{t.block} * kBlockRows + warp_row_ + lane / 4 + lane % 4 * 8;
+    const float value = lane % 4 == 0 ? dot[0] : dot[1];
+    if (!t.shared) {
+      float* to = p_.array<GradRoute>(g.workspace.routes, v_)[row].part;
+      if (to != nullptr) to[int64_t{part} * g.shape.num_tokens * g.shape.top_k] = value;
+    } else if (row < g.shape.num_tokens) {
+      p_.array<float>(g.workspace.shared_parts, v_)[int64_t{part} * g.shape.num_tokens + row] =
+          value;
+    }
+  }
+
+  // gate and up computed again, 128 columns at a time.
+  MOK_DEVICE void hidden(float (&d)[128], const GradTile& t) {
+    const RowPair rows = rows_of(t);
+    const int first = uniform(t.n) * kHiddenTileColumns;
+    const int end = min(first + kHiddenTileColumns, uniform(inner(t)));
+#pragma unroll 1
+    for (int column = first; column < end; column += kPartColumns) {
+      float e[64];
+      products_.multiply_alternating(d, e, p_.geometry.hidden / kTileK);
+      float dot[2] = {0.0f, 0.0f};
+      hidden_epilogue(d, e, t, rows, column, end, dot);
+      store_dots(t, column, dot);
+    }
+  }
+  MOK_DEVICE void hidden_epilogue(float (&d)[128], float (&e)[64], const GradTile& t,
+                                  const RowPair& rows, int column, int end, float (&dot)[2]) {
+    const bool biased = !kPlain && !t.shared && p_.b_gate != nullptr;
+    const int64_t bias = int64_t{t.expert} * p_.geometry.intermediate + column;
+    const __nv_bfloat16* b_gate = static_cast<const __nv_bfloat16*>(p_.b_gate) + bias;
+    const __nv_bfloat16* b_up = static_cast<const __nv_bfloat16*>(p_.b_up) + bias;
+#pragma unroll
+    for (int panel = 0; panel < 2; ++panel) {
+      if (column + panel * 64 >= end) break;
+      hidden_panel<kKind, kPlain>(
+          e + panel * 32, p_.activation, rows, dot,
+          [&](int j, float (&g)[4], float (&u)[4]) {
+            const int group = panel * 8 + j;
+            float2 bg, bu;
+            if constexpr (!kPlain) {
+              bg = biased ? bias_pair(b_gate, group) : float2{0.0f, 0.0f};
+              bu = biased ? bias_pair(b_up, group) : float2{0.0f, 0.0f};
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+#pragma unroll
+              for (int k = i; k < i + 2; ++k) {
+                g[k] = d[group * 4 + k];
+                u[k] = d[64 + group * 4 + k];
+              }
+              if constexpr (!kPlain) {
+                g[i] += bg.x;
+                g[i + 1] += bg.y;
+                u[i] += bu.x;
+                u[i + 1] += bu.y;
+              }
+              round_to_bf16(g[i], g[i + 1]);
+              round_to_bf16(u[i], u[i + 1]);
+            }
+          },
+          outbox_, warp_row_);
+    }
+  }
+
+  // gate and up as the forward has left them.
+  MOK_DEVICE void hidden_saved(float (&d)[128], const GradTile& t) {
+    const RowPair rows = rows_of(t);
+    products_.template multiply<Major::kK, Major::kK>(d, p_.geometry.hidden / kTileK);
+    saved_epilogue(d, t, rows);
+  }
+  MOK_DEVICE void saved_epilogue(float (&d)[128], const GradTile& t, const RowPair& rows) {
+    const int intermediate = p_.geometry.intermediate;
+    const uint4* from =
+        static_cast<const uint4*>(p_.saved_gate_up) +
+        saved_index(t.hidden_row / kBlockRows, intermediate, t.n * kHiddenTileColumns);
+    float dot[2];
+#pragma unroll
+    for (int panel = 0; panel < 4; ++panel) {
+      const int column = t.n * kHiddenTileColumns + panel * 64;
+      if (column >= intermediate) break;
+      uint4 pair[4][2];  // gate and up of 16 columns each
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        pair[i / 2][i % 2] = load_once(from + (panel * 8 + i) * kConsumerThreads);
+      if (panel % 2 == 0) dot[0] = dot[1] = 0.0f;
+      hidden_panel<kKind, kPlain>(
+          d + panel * 32, p_.activation, rows, dot,
+          [&](int j, float (&g)[4], float (&u)[4]) {
+            const uint4 gate = pair[j / 2][0], up = pair[j / 2][1];
+            const uint32_t gw[2] = {j % 2 ? gate.z : gate.x, j % 2 ? gate.w : gate.y};
+            const uint32_t uw[2] = {j % 2 ? up.z : up.x, j % 2 ? up.w : up.y};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              g[2 * i] = bf16_low(gw[i]);
+              g[2 * i + 1] = bf16_high(gw[i]);
+              u[2 * i] = bf16_low(uw[i]);
+              u[2 * i + 1] = bf16_high(uw[i]);
+            }
+          },
+          outbox_, warp_row_);
+      if (panel % 2 == 1 || column + 64 >= intermediate) store_dots(t, column, dot);
+    }
+  }
+
+  MOK_DEVICE void weight(float (&d)[128], const GradTile& t) {
+    const bool empty = t.num_stages == 0;
+    if (!empty) products_.template multiply<Major::kRows, Major::kRows>(d, t.num_stages);
+    const float4* before = t.open_in < 0 ? nullptr : open_sum(p_, v_, t.open_in, t.weight_tile);
+    const bool halves = t.work == GradWork::kGateUpWeight;
+    const int left =
+        halves ? inner(t) - t.n * kGateUpColumns : p_.geometry.hidden - t.n * kTileColumns;
+    const WeightSum sum = {d, before, empty};
+    if (t.open_out >= 0) return keep_open_sum(sum, open_sum(p_, v_, t.open_out, t.weight_tile));
+    if (p_.float32_weight_grads && !t.shared)
+      weight_results_f32(sum, halves, left, outbox_, warp_row_);
+    else
+      weight_results_bf16(sum, halves, left, outbox_, warp_row_);
+  }
+
+  const BackwardParams& p_;
+  const int v_, warp_row_;
+  const AbortWord cta_abort_;
+  TileRing<GradTile>& ring_;
+  Outbox outbox_;
+  Consumer<kBackwardStages> products_;
+};
+
+// Sums of the partial <h, dh>, in the order of the columns.
+MOK_DEVICE float sum_parts(const float* part, int64_t stride, int parts) {
+  float sum = 0.0f;
+  for (int i = 0; i < parts; ++i) sum += load_peer_written_float(part + i * stride);
+  return sum;
+}
+MOK_DEVICE void sum_expert_weights(const BackwardParams& p, int v, const Share& share) {
+  const Geometry& g = p.geometry;
+  const int64_t slots = int64_t{g.shape.num_tokens} * g.shape.top_k;
+  const float* parts = reinterpret_cast<const float*>(p.heap(p.rank(v)) + g.heap.parts);
+  for (int64_t i = share.first; i < slots; i += share.step)
+    p.d_expert_weights[v * slots + i] = p.expert_ids[v * slots + i] == plan::kUnusedSlot
+                                            ? 0.0f
+                                            : sum_parts(parts + i, slots, g.num_parts);
+  if (p.ds_scale == nullptr) return;
+  const int64_t tokens = g.shape.num_tokens;
+  const float* shared = p.array<float>(g.workspace.shared_parts, v);
+  for (int64_t i = share.first; i < tokens; i += share.step)
+    p.ds_scale[v * tokens + i] = sum_parts(shared + i, tokens, g.num_shared_parts);
+}
+
+// A failed call leaves no numbers behind. Weight gradients of all virtual ranks alike: all of them
+// fail together.
+MOK_DEVICE void fail_all(const BackwardParams& p, int v, const Share& share) {
+  const Geometry& g = p.geometry;
+  const int64_t dx_bytes = g.shape.num_tokens * p.row_bytes();
+  const int64_t slot_bytes = int64_t{g.shape.num_tokens} * g.shape.top_k * 4;
+  fill_nan(static_cast<char*>(p.dx) + v * dx_bytes, dx_bytes, share);
+  fill_nan(reinterpret_cast<char*>(p.d_expert_weights) + v * slot_bytes, slot_bytes, share);
+  if (p.ds_scale != nullptr)
+    fill_nan(p.ds_scale + int64_t{v} * g.shape.num_tokens, int64_t{g.shape.num_tokens} * 4, share);
+  for (const BackwardParams::Output& output : p.weight_grads) {
+    const int64_t bytes = output.bytes / g.num_virtual_ranks;
+    fill_nan(static_cast<char*>(output.data) + v * bytes, bytes, share);
+  }
+}
+
+// All threads: what comes after the tiles. Finds out anew who it is.
+MOK_DEVICE void end(const BackwardParams& p, AbortWord cta_abort, volatile uint32_t* verdict) {
+  const int v = block_index() / p.geometry.ctas_per_rank;
+  const int cta = block_index() % p.geometry.ctas_per_rank;
+  const bool good = finish(p, make_watch(p, v, cta_abort), v, cta, verdict);
+  const Share share = share_of(p.geometry, cta);
+  if (good) {
+    sum_all_slots(p, v, share, nullptr, nullptr, p.dx);
+    sum_expert_weights(p, v, share);
+  } else {
+    fail_all(p, v, share);
+  }
+}
+
+template <ActivationKind kKind, bool kPlain>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    backward_sm90(const __grid_constant__ BackwardParams p) {
+  extern __shared__ __align__(1024) uint8_t dynamic[];
+  Storage& storage = *reinterpret_cast<Storage*>(dynamic);
+  const Geometry& g = p.geometry;
+  const int v = blockIdx.x / g.ctas_per_rank;
+  const int cta = blockIdx.x % g.ctas_per_rank;
+  const int num_compute = compute_ctas(g);
+  const bool computes = cta < num_compute;
+  SharedWords& words = storage.words;
+  // Uniform in the warp, and known to be to the compiler.
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
+
+  if (threadIdx.x == 0) {
+    if (shared_address(dynamic) % 1024 != 0) __trap();  // the swizzle would be another one
+    words.cta_abort = p.control(v)->abort;              // set by the plan: nothing is run then
+    if (computes) {
+      storage.compute.stage_barriers.init();
+      storage.compute.outbox_barriers.init(kConsumerWarps);
+      storage.compute.ring.init(kConsumerWarps + 1);  // and the loader
+      mbarrier_init_fence();
+    }
+  }
+  __syncthreads();
+  const AbortWord cta_abort(&words.cta_abort);
+  const bool given_up = cta_abort.raised();
+  __syncthreads();  // from here on a role may raise the word
+
+  if (given_up) {
+    // fall through to the end, which writes NaN
+  } else if (!computes) {
+    const int comm_ctas = g.comm_ctas_per_rank;
+    const Watch watch = make_watch(p, v, cta_abort);
+    if (elect_one())
+      Dispatcher<plan::Pass::kBackward>(p, watch, v, warp * comm_ctas + cta - num_compute,
+                                        comm_ctas * kCommWarps, storage.comm.buffers[warp],
+                                        &storage.comm.barriers[warp])
+          .run();
+    __syncwarp();
+  } else {
+    ComputeStorage& compute = storage.compute;
+    if (warp < 4) {
+      registers_decrease<kProducerRegisters>();
+      const Watch watch = make_watch(p, v, cta_abort);
+      if (warp == 2) {
+        Storer(p, watch, v, compute.outbox, compute.outbox_barriers, compute.ring).run();
+      } else if (elect_one()) {
+        if (warp == 0) {
+          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.ring, cta_abort).run();
+        } else if (warp == 1) {
+          GradScheduler(p, watch, v, cta, num_compute, compute.ring).run();
+        } else if (g.comm_ctas_per_rank == 0) {
+          Dispatcher<plan::Pass::kBackward>(p, watch, v, cta, num_compute, compute.comm,
+                                            &compute.comm_barriers)
+              .run();
+        }
+      }
+      __syncwarp();
+      registers_increase<kLaunchRegisters>();
+    } else {
+      registers_increase<kConsumerRegisters>();
+      GradConsumer<kKind, kPlain>(p, compute, v, warp, cta_abort).run();
+      __syncwarp();
+      registers_decrease<kLaunchRegisters>();
+    }
+  }
+  end(p, cta_abort, &words.verdict);
+  // Copies that were under way when the call was given up must land before the CTA's memory goes.
+  if (cta_abort.raised() && !given_up) __nanosleep(1000000);
+}
+
+}  // namespace
+
+const int kBackwardSharedBytes = kDynamicBytes;
+
+namespace {
+
+template <bool kPlain>
+const void* kernel_of(ActivationKind kind) {
+  switch (kind) {
+    case ActivationKind::kGeglu:
+      return reinterpret_cast<const void*>(backward_sm90<ActivationKind::kGeglu, kPlain>);
+    case ActivationKind::kReglu:
+      return reinterpret_cast<const void*>(backward_sm90<ActivationKind::kReglu, kPlain>);
+    default:
+      return reinterpret_cast<const void*>(backward_sm90<ActivationKind::kSwiglu, kPlain>);
+  }
+}
+
+}  // namespace
+
+const void* backward_kernel(ActivationKind kind, bool plain) {
+  return plain ? kernel_of<true>(kind) : kernel_of<false>(kind);
+}
+
+}  // namespace jax_mok::cuda

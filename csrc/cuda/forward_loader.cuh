@@ -1,0 +1,44 @@
+// The forward's loader: which operands a tile's stages hold.
+#pragma once
+
+#include "cuda/forward_tiles.cuh"
+#include "cuda/gemm_sm90.cuh"
+
+namespace jax_mok::cuda {
+
+constexpr int kForwardStages = 4;
+using ForwardStages = Stages<kForwardStages>;
+
+// One thread. Weights never wait for anything, so the first stage's are asked for before the tile's
+// rows are known to be there. Columns past the end of a weight tensor arrive as zeros.
+__device__ inline void run_loader(const ForwardParams& p, ForwardStages& stages,
+                                  StageBarriers<kForwardStages>& barriers, TileRing<Tile>& ring,
+                                  AbortWord cta_abort) {
+  const ForwardMaps& maps = p.maps;
+  StageCursor<kForwardStages> to;
+  for (RingCursor at;; at.advance()) {
+    if (!wait_barrier(&ring.known[at.slot()], at.parity(), cta_abort)) return;
+    const Tile tile = ring.tiles[at.slot()];
+    if (tile.work == Work::kEnd) return;
+    const bool shared = tile.work == Work::kSharedGateUp || tile.work == Work::kSharedDown;
+    const bool down = tile.work == Work::kDown || tile.work == Work::kSharedDown;
+    const CUtensorMap* a =
+        down ? (shared ? &maps.shared_h : &maps.h) : (shared ? &maps.x : &maps.x_ring);
+    const CUtensorMap* b =
+        down ? (shared ? &maps.s_down : &maps.w_down) : (shared ? &maps.s_gate : &maps.w_gate);
+    const CUtensorMap* up = shared ? &maps.s_up : &maps.w_up;
+    const int panel = tile.n * (down ? 4 : 2);
+    for (int k = 0; k < tile.k_blocks; ++k, to.advance()) {
+      if (!wait_barrier(&barriers.empty[to.stage], to.parity ^ 1, cta_abort)) return;
+      uint64_t* full = &barriers.full[to.stage];
+      const int b_row = tile.b_row + k * kTileK;
+      mbarrier_arrive_expect(full, kABytes + kBBytes);
+      tma_load_3d(stages.b[to.stage], b, full, 0, b_row, panel);
+      if (!down) tma_load_3d(stages.b[to.stage] + kBBytes / 2, up, full, 0, b_row, panel);
+      if (k == 0 && !wait_barrier(&ring.ready[at.slot()], at.parity(), cta_abort)) return;
+      tma_load_2d(stages.a[to.stage], a, full, k * kTileK, tile.a_row);
+    }
+  }
+}
+
+}  // namespace jax_mok::cuda
