@@ -93,20 +93,24 @@ MOK_DEVICE float4* open_sum(const BackwardParams& p, int v, int buffer, int tile
 // A thread's part of a tile of weight gradients: four values of column group 0..31.
 struct WeightSum {
   const float (&d)[128];
-  const float4* before;  // the open sum that these are added to, or null
-  bool empty;            // no rows: all zero, whatever d holds
+  bool empty;  // no rows: all zero, whatever d holds
 
   MOK_DEVICE float4 group(int i) const {
     if (empty) return {0.0f, 0.0f, 0.0f, 0.0f};
-    float4 sum = {d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
-    if (before != nullptr) {
-      const float4 b = before[i * kConsumerThreads];
-      sum = {b.x + sum.x, b.y + sum.y, b.z + sum.z, b.w + sum.w};
-    }
-    return sum;
+    return {d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
   }
 };
 
+MOK_DEVICE void take_open_sum(float (&d)[128], const float4* from) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float4 value = from[i * kConsumerThreads];
+    d[4 * i] = value.x;
+    d[4 * i + 1] = value.y;
+    d[4 * i + 2] = value.z;
+    d[4 * i + 3] = value.w;
+  }
+}
 MOK_DEVICE void keep_open_sum(const WeightSum& sum, float4* to) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) to[i * kConsumerThreads] = sum.group(i);
@@ -174,9 +178,6 @@ __device__ inline void bias_results(const BackwardParams& p, int v, const GradTi
   }
   const bool weighted = to == p.db_down;
   const GradRoute* routes = p.array<GradRoute>(g.workspace.routes, v);
-  // A thread's own place; bias tiles have indices of their own.
-  float2* const own =
-      reinterpret_cast<float2*>(open_sum(p, v, max(t.open_in, t.open_out), t.weight_tile));
   float2 sum = {0.0f, 0.0f};
   if (t.open_in >= 0) sum = *reinterpret_cast<float2*>(open_sum(p, v, t.open_in, t.weight_tile));
   const int blocks = (t.num_stages + t.skip) / 2;
@@ -201,7 +202,7 @@ __device__ inline void bias_results(const BackwardParams& p, int v, const GradTi
     }
   }
   if (t.open_out >= 0) {
-    *own = sum;
+    *reinterpret_cast<float2*>(open_sum(p, v, t.open_out, t.weight_tile)) = sum;
   } else {
     const int64_t index = int64_t{t.expert} * width + column;
     static_cast<uint32_t*>(to)[index / 2] = pack_bf16(sum.x, sum.y);

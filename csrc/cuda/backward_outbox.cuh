@@ -171,6 +171,7 @@ class Storer {
   // Whole warp. Every row goes to its own place.
   __device__ bool store_input(const GradTile& t) {
     const Geometry& g = p_.geometry;
+    at_.count = __shfl_sync(0xffffffffu, at_.count, 0);  // other tiles are lane 0's business
     OutboxCursor at = at_;
     bool good = true;
     for (int i = 0; i < kOutboxSlots && good; ++i, at.advance())

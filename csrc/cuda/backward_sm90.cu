@@ -134,16 +134,18 @@ class GradConsumer {
       dot[i] += __shfl_xor_sync(kAllLanes, dot[i], 1);
       dot[i] += __shfl_xor_sync(kAllLanes, dot[i], 2);
     }
-    if (lane % 4 >= 2) return;
-    const int64_t row = int64_t{t.block} * kBlockRows + warp_row_ + lane / 4 + lane % 4 * 8;
-    const float value = lane % 4 == 0 ? dot[0] : dot[1];
-    if (!t.shared) {
-      float* to = p_.array<GradRoute>(g.workspace.routes, v_)[row].part;
-      if (to != nullptr) to[int64_t{part} * g.shape.num_tokens * g.shape.top_k] = value;
-    } else if (row < g.shape.num_tokens) {
-      p_.array<float>(g.workspace.shared_parts, v_)[int64_t{part} * g.shape.num_tokens + row] =
-          value;
+    if (lane % 4 < 2) {
+      const int64_t row = int64_t{t.block} * kBlockRows + warp_row_ + lane / 4 + lane % 4 * 8;
+      const float value = lane % 4 == 0 ? dot[0] : dot[1];
+      if (!t.shared) {
+        float* to = p_.array<GradRoute>(g.workspace.routes, v_)[row].part;
+        if (to != nullptr) to[int64_t{part} * g.shape.num_tokens * g.shape.top_k] = value;
+      } else if (row < g.shape.num_tokens) {
+        p_.array<float>(g.workspace.shared_parts, v_)[int64_t{part} * g.shape.num_tokens + row] =
+            value;
+      }
     }
+    __syncwarp();  // products follow
   }
 
   // gate and up computed again, 128 columns at a time.
@@ -241,12 +243,16 @@ class GradConsumer {
 
   MOK_DEVICE void weight(float (&d)[128], const GradTile& t) {
     const bool empty = t.num_stages == 0;
-    if (!empty) products_.template multiply<Major::kRows, Major::kRows>(d, t.num_stages);
-    const float4* before = t.open_in < 0 ? nullptr : open_sum(p_, v_, t.open_in, t.weight_tile);
+    if (t.open_in >= 0) {
+      take_open_sum(d, open_sum(p_, v_, t.open_in, t.weight_tile));
+      products_.template multiply_onto<Major::kRows, Major::kRows>(d, t.num_stages);
+    } else if (!empty) {
+      products_.template multiply<Major::kRows, Major::kRows>(d, t.num_stages);
+    }
     const bool halves = t.work == GradWork::kGateUpWeight;
     const int left =
         halves ? inner(t) - t.n * kGateUpColumns : p_.geometry.hidden - t.n * kTileColumns;
-    const WeightSum sum = {d, before, empty};
+    const WeightSum sum = {d, empty};
     if (t.open_out >= 0) return keep_open_sum(sum, open_sum(p_, v_, t.open_out, t.weight_tile));
     if (p_.float32_weight_grads && !t.shared)
       weight_results_f32(sum, halves, left, outbox_, warp_row_);

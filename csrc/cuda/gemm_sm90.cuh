@@ -67,6 +67,16 @@ class Consumer {
     drain();
   }
 
+  // The same, added to what d holds.
+  template <Major kA, Major kB>
+  MOK_DEVICE void multiply_onto(float (&d)[128], int k_blocks) {
+    for (int k = 0; k < k_blocks; ++k)
+      step<false>(k > 0, [&](int i, bool accumulate) {
+        wgmma_64x256x16<kA, kB>(d, a<kA>(i), b<kB>(i), accumulate);
+      });
+    drain();
+  }
+
   // Two products whose stages alternate: d = A1 B1 with B1 along rows, e = A2 B2 with B2 along k.
   // One of 128 columns alone would need more bytes than an SM can load.
   MOK_DEVICE void multiply_alternating(float (&d)[128], float (&e)[64], int k_blocks) {
