@@ -1,4 +1,4 @@
-// The CUDA handlers: decode, check, launch; no arithmetic here.
+// The CUDA handlers of both passes: decode, check, launch; no arithmetic here.
 //
 // Prepare asks XLA for the communicator of the ranks and loads every kernel, Initialize makes the
 // peer heap, Execute launches. Execute never allocates, synchronises or loads anything: a peer's
@@ -10,6 +10,7 @@
 // before they launch a call and again after it; between the two none does anything else.
 #include "ffi/cuda_handlers.h"
 
+#include <atomic>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -18,6 +19,7 @@
 
 #include "cuda/peer_memory.h"
 #include "ffi/cuda_arguments.h"
+#include "ffi/cuda_facts.h"
 #include "xla/ffi/api/collectives_api.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -103,13 +105,17 @@ xffi::Error load_kernels() {
                 cudaGetErrorString(e));
 }
 
+template <typename Pass>
+std::atomic<int64_t> num_launches{0};
+
 // The heap's need, its communicator included.
-xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall& call,
+template <typename Pass>
+xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall<Pass>& call,
                                         std::optional<Communicators>& communicators) {
   cuda::HeapNeed need;
   need.num_ranks = call.facts.num_ranks;
   need.num_virtual_ranks = call.facts.num_virtual_ranks;
-  need.bytes = cuda::heap_bytes(call.facts);
+  need.bytes = layer_heap_bytes(call.facts);
   if (!call.has_peers()) return need;
   if (!communicators) return xffi::Unexpected(no_communicators());
   const auto comm =
@@ -119,8 +125,9 @@ xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall& call,
   return need;
 }
 
+template <typename Pass>
 xffi::Error prepare(std::optional<Communicators> communicators, xffi::Dictionary attributes) {
-  const auto call = decode_call(attributes);
+  const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
   if (xffi::Error error = load_kernels(); error.failure()) return error;
   if (!call->has_peers()) return xffi::Error::Success();
@@ -129,8 +136,9 @@ xffi::Error prepare(std::optional<Communicators> communicators, xffi::Dictionary
                                             kCommunicationId);
 }
 
+template <typename Pass>
 xffi::Error initialize(std::optional<Communicators> communicators, xffi::Dictionary attributes) {
-  const auto call = decode_call(attributes);
+  const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
   // Once more, in case XLA prepares a program on one device for all of them.
   if (xffi::Error error = load_kernels(); error.failure()) return error;
@@ -141,10 +149,11 @@ xffi::Error initialize(std::optional<Communicators> communicators, xffi::Diction
   return problem.empty() ? xffi::Error::Success() : failed(problem);
 }
 
+template <typename Pass>
 xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicators,
                     xffi::RemainingArgs operands, xffi::RemainingRets results,
                     xffi::Dictionary attributes) {
-  const auto call = decode_call(attributes);
+  const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
   const auto need = heap_need(*call, communicators);
   if (need.has_error()) return need.error();
@@ -154,7 +163,7 @@ xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicat
   int num_sms = 0;
   cudaError_t e = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, heap->device);
   if (e != cudaSuccess) return failed(cudaGetErrorString(e));
-  cuda::ForwardBuffers buffers;
+  typename Pass::Buffers buffers;
   if (xffi::Error error = decode_buffers(*call, num_sms, operands, results, &buffers);
       error.failure())
     return error;
@@ -164,9 +173,12 @@ xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicat
     if (heap->meeting != nullptr) heap->meeting->meet(call->facts.start_timeout_seconds);
   };
   meet();
-  e = cuda::launch_forward(call->facts, heap->rank, buffers, stream, call->hooks);
+  e = Pass::launch(call->facts, heap->rank, buffers, stream, call->hooks);
   meet();
-  if (e == cudaSuccess) return xffi::Error::Success();
+  if (e == cudaSuccess) {
+    num_launches<Pass>.fetch_add(1, std::memory_order_relaxed);
+    return xffi::Error::Success();
+  }
   cudaGetLastError();
   return failed(std::string("the launch failed: ") + cudaGetErrorString(e));
 }
@@ -181,33 +193,56 @@ xffi::Error guarded(F&& body) {
   }
 }
 
-auto prepare_guarded = [](std::optional<Communicators> c, xffi::Dictionary a) {
-  return guarded([&] { return prepare(c, a); });
-};
-auto initialize_guarded = [](std::optional<Communicators> c, xffi::Dictionary a) {
-  return guarded([&] { return initialize(c, a); });
-};
-auto execute_guarded = [](cudaStream_t s, std::optional<Communicators> c, xffi::RemainingArgs in,
-                          xffi::RemainingRets out, xffi::Dictionary a) {
-  return guarded([&] { return execute(s, c, in, out, a); });
-};
+template <typename Pass>
+xffi::Error prepare_guarded(std::optional<Communicators> c, xffi::Dictionary a) {
+  return guarded([&] { return prepare<Pass>(c, a); });
+}
+template <typename Pass>
+xffi::Error initialize_guarded(std::optional<Communicators> c, xffi::Dictionary a) {
+  return guarded([&] { return initialize<Pass>(c, a); });
+}
+template <typename Pass>
+xffi::Error execute_guarded(cudaStream_t s, std::optional<Communicators> c, xffi::RemainingArgs in,
+                            xffi::RemainingRets out, xffi::Dictionary a) {
+  return guarded([&] { return execute<Pass>(s, c, in, out, a); });
+}
+
+auto bind_prepare() { return xffi::Ffi::BindPrepare().Ctx<MaybeCommunicators>().Attrs(); }
+auto bind_initialize() { return xffi::Ffi::BindInitialize().Ctx<MaybeCommunicators>().Attrs(); }
+auto bind_execute() {
+  return xffi::Ffi::Bind()
+      .Ctx<xffi::PlatformStream<cudaStream_t>>()
+      .Ctx<MaybeCommunicators>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
 
 }  // namespace
+
+int64_t cuda_forward_calls() { return num_launches<ForwardPass>.load(); }
+int64_t cuda_backward_calls() { return num_launches<BackwardPass>.load(); }
+
 }  // namespace jax_mok::ffi
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxMokForwardCudaPrepare, jax_mok::ffi::prepare_guarded,
-    xla::ffi::Ffi::BindPrepare().Ctx<jax_mok::ffi::MaybeCommunicators>().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxMokForwardCudaInitialize, jax_mok::ffi::initialize_guarded,
-    xla::ffi::Ffi::BindInitialize().Ctx<jax_mok::ffi::MaybeCommunicators>().Attrs());
-// Without the trait that lets XLA capture it in command buffers: the host threads could not meet,
+// Without the trait that lets XLA capture them in command buffers: the host threads could not meet,
 // since each decides by itself when to capture again, and captured commands are ordered by the
 // buffers they touch, of which XLA does not know the heap that two calls share.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCuda, jax_mok::ffi::execute_guarded,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<jax_mok::ffi::MaybeCommunicators>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCudaPrepare,
+                              jax_mok::ffi::prepare_guarded<jax_mok::ffi::ForwardPass>,
+                              jax_mok::ffi::bind_prepare());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCudaInitialize,
+                              jax_mok::ffi::initialize_guarded<jax_mok::ffi::ForwardPass>,
+                              jax_mok::ffi::bind_initialize());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCuda,
+                              jax_mok::ffi::execute_guarded<jax_mok::ffi::ForwardPass>,
+                              jax_mok::ffi::bind_execute());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCudaPrepare,
+                              jax_mok::ffi::prepare_guarded<jax_mok::ffi::BackwardPass>,
+                              jax_mok::ffi::bind_prepare());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCudaInitialize,
+                              jax_mok::ffi::initialize_guarded<jax_mok::ffi::BackwardPass>,
+                              jax_mok::ffi::bind_initialize());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCuda,
+                              jax_mok::ffi::execute_guarded<jax_mok::ffi::BackwardPass>,
+                              jax_mok::ffi::bind_execute());
