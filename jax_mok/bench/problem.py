@@ -8,7 +8,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok.shapes import MoeShape
+from jax_mok.shapes import SHAPES, MoeShape
+
+# Where there is no accelerator: a layer that a CPU computes in a second or so.
+CPU_SHAPE = MoeShape("cpu-default", 512, 1024, 16, 2)
 
 ROUTINGS = ("uniform", "zipf", "one-rank")
 
@@ -42,6 +45,12 @@ class Problem:
         width = jnp.dtype(self.dtype).itemsize * s.hidden_size
         return int(self.tokens * width * ((n - 1) * away + s.top_k * (n - 1) / n))
 
+    @property
+    def imbalance(self) -> float:
+        """Rows of the busiest expert, as a multiple of an even share."""
+        counts = np.bincount(self.expert_ids().ravel(), minlength=self.shape.num_experts)
+        return float(counts.max() / counts.mean())
+
     def mesh(self) -> Mesh:
         devices = np.array(jax.devices()[: self.ranks])
         return Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
@@ -56,9 +65,10 @@ class Problem:
             # Gumbel top-k: k draws without replacement from p(e) ~ 1 / (e + 1)^1.2.
             log_p = -1.2 * np.log1p(np.arange(experts, dtype=np.float32))
             score = log_p + rng.gumbel(size=(count, experts)).astype(np.float32)
-        else:
+        else:  # all to the experts of one rank; a single rank takes the part of one of eight
+            ranks = self.ranks if self.ranks > 1 else 8
             score = rng.random((count, experts), dtype=np.float32)
-            score[:, max(experts // self.ranks, self.shape.top_k) :] -= 2
+            score[:, max(experts // ranks, self.shape.top_k) :] -= 2
         ids = np.argpartition(-score, self.shape.top_k - 1, axis=1)[:, : self.shape.top_k]
         return ids.astype(np.int32)
 
@@ -88,3 +98,38 @@ class Problem:
             normal(4, sizes_in, dtype.type(scale_in)),
             normal(5, sizes_out, dtype.type(scale_out)),
         )
+
+
+def shapes_of(args) -> list[MoeShape]:
+    """The layers' shapes that the command line asks for."""
+    on_cpu = jax.default_backend() == "cpu"
+    names = args.shape or (["cpu-default"] if on_cpu else ["qwen3-30b-a3b"])
+    known = SHAPES | {CPU_SHAPE.name: CPU_SHAPE}
+    unknown = [n for n in names if n not in known]
+    if unknown:
+        raise SystemExit(f"--shape: {unknown} is not among {', '.join(known)}.")
+    changes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_experts": args.experts,
+        "top_k": args.top_k,
+    }
+    changes = {k: v for k, v in changes.items() if v is not None}
+    return [dataclasses.replace(known[n], **changes) for n in names]
+
+
+def dtype_of(args) -> str:
+    return args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def problems_of(args) -> list[Problem]:
+    """The layers, with all their numbers of tokens, routings and minibatches."""
+    ranks = args.ranks or len(jax.devices())
+    tokens = args.tokens or ([512] if jax.default_backend() == "cpu" else [8192])
+    return [
+        Problem(shape, t, ranks, dtype_of(args), routing, minibatch)
+        for shape in shapes_of(args)
+        for t in tokens
+        for routing in args.routing
+        for minibatch in args.minibatch
+    ]
