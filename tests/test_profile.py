@@ -50,7 +50,7 @@ def gemm(start, end, scope="mlp/dot_general", hlo_op="dot.1", **kw):
 
 
 def expert(start, end, **kw):
-    return gemm(start, end, scope="moe/experts/dot_general", **kw)
+    return gemm(start, end, scope="moe/experts/dot_general", hlo_op="dot.2", **kw)
 
 
 def all_to_all(start, end, scope="moe/dispatch/all_to_all", hlo_op="all-to-all-start.1", **kw):
@@ -169,7 +169,19 @@ def test_known_overlaps(tmp_path):
     assert d.unknown == 0
     ops = {(r.label.kind, r.label.op): (r.ms, r.calls) for r in d.rows}
     assert ops[classify.COMMUNICATION, "all-to-all"] == (close(8), close(3))
-    assert ops[classify.SORT, classify.SORT] == (close(1), close(1))
+    assert ops[classify.SORT, "sort"] == (close(1), close(1))
+
+
+def test_drawing_of_a_step(tmp_path):
+    lines = {f"Stream #{i}": events for i, events in enumerate((COMPUTE, OTHERS, HIDING))}
+    (device,) = trace.read(write(tmp_path, gpu(lines))).devices
+    step = analysis.draw(device, (1000.0, 1000.0 + 20e6), Classifier())
+    close_to = lambda *pieces: [(close(a), close(b)) for a, b in pieces]
+    assert step.running[classify.COMMUNICATION] == close_to((8, 4), (13, 2), (16, 3))
+    assert step.moe[classify.COMMUNICATION] == close_to((8, 4), (13, 2), (16, 2))
+    assert step.exposed == close_to((10, 2), (13, 1), (17, 2))
+    assert step.running[classify.GEMM] == close_to((6, 4), (14.5, 2))
+    assert step.length == close(20) and step.moe[classify.EXPERTS] == []
 
 
 def test_nested_kernels_count_once(tmp_path):
@@ -472,7 +484,7 @@ def test_command(tmp_path):
     kept, picture = tmp_path / "out.json", tmp_path / "out.png"
     done = run_command(tmp_path, "--json", kept, "--picture", picture)
     assert done.returncode == 0, done.stderr
-    for text in ("communication that nothing hides", "by scope names", "upper bound", "GPU:1"):
+    for text in ("not hidden ms", "by scope names", "upper bound", "GPU:1"):
         assert text in done.stdout
     record = json.loads(kept.read_text())
     first = record["devices"][0]

@@ -99,7 +99,9 @@ class Timeline:
         marks = at[2 * len(starts) :].reshape(-1, 2)
         np.add.at(inside, marks[:, 0], 1)
         np.add.at(inside, marks[:, 1], -1)
-        self._lengths = np.diff(points) * (np.cumsum(inside)[:-1] > 0)
+        self._points = points
+        self._inside = np.cumsum(inside)[:-1] > 0
+        self._lengths = np.diff(points) * self._inside
 
     def covered(self, kernels: np.ndarray) -> np.ndarray:
         """Segments in which at least one of the kernels (a mask) runs."""
@@ -111,6 +113,12 @@ class Timeline:
     def length(self, segments: np.ndarray) -> float:
         """ns within the steps."""
         return float(self._lengths[segments].sum())
+
+    def pieces(self, segments: np.ndarray) -> list[tuple[float, float]]:
+        """(start, length) in ns of the stretches that the segments form within the steps."""
+        edges = np.diff(np.concatenate([[0], segments & self._inside, [0]]))
+        starts, ends = (self._points[np.flatnonzero(edges == sign)] for sign in (1, -1))
+        return [(float(s), float(e - s)) for s, e in zip(starts, ends)]
 
 
 def device_times(device: Device, classifier: Classifier) -> DeviceTimes:
@@ -167,6 +175,38 @@ def device_times(device: Device, classifier: Classifier) -> DeviceTimes:
         unknown=unknown,
         rows=[Row(label, ms, calls[label]) for label, ms in sums.most_common()],
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """One step of a device, for a picture: stretches of time as (start, length) in ms.
+
+    running: per kind; moe: those of them in which kernels of MoE dispatch or combine run; exposed:
+    communication that nothing hides.
+    """
+
+    length: float
+    running: dict[str, list[tuple[float, float]]]
+    moe: dict[str, list[tuple[float, float]]]
+    exposed: list[tuple[float, float]]
+
+
+def draw(device: Device, span: tuple[float, float], classifier: Classifier) -> Drawing:
+    first, last = span
+    kernels = [k for k in device.kernels if k.end > first and k.start < last]
+    labels = [classifier.label(k, device.programs) for k in kernels]
+    starts, ends = (np.array([getattr(k, at) for k in kernels]) for at in ("start", "end"))
+    line = Timeline(starts, ends, [span])
+    in_ms = lambda segments: [((s - first) / 1e6, n / 1e6) for s, n in line.pieces(segments)]
+    moe = np.array([label.moe is not None for label in labels])
+    running, of_moe = {}, {}
+    for kind in classify.KINDS:
+        some = np.array([label.kind == kind for label in labels])
+        running[kind] = in_ms(line.covered(some))
+        of_moe[kind] = in_ms(line.covered(some & moe))
+        if kind == classify.COMMUNICATION:
+            exposed = in_ms(line.covered(some) & ~line.covered(~some))
+    return Drawing((last - first) / 1e6, running, of_moe, exposed)
 
 
 def _share_inside(starts, ends, spans) -> np.ndarray:

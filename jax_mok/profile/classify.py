@@ -115,7 +115,7 @@ class Classifier:
         # something else keeps its own scope.
         op_names = [n for n in dict.fromkeys((*own, *op_names)) if n]
         scope = next((s for s in map(self._scope, op_names) if s is not None), None)
-        base = re.sub(r"(\.\d+|_\d+)+$", "", hlo_op)
+        op = re.sub(r"(\.\d+|_\d+)+$", "", hlo_op) or name
         if kind == GEMM and (scope is not None or self._named(name, hlo_op)):
             if not _ATTENTION.search(name):
                 kind = EXPERTS
@@ -129,14 +129,10 @@ class Classifier:
             elif op in ("all-to-all", "ragged-all-to-all") or (op == "send-recv" and not op_names):
                 moe = BY_NAME
         elif kind in (SORT, GATHER):
-            op = kind
             if scope is not None:
                 moe = BY_SCOPE
             elif not op_names or self._named(name, hlo_op):
-                routing = _NOT_MOE.search(name)
-                moe = None if routing else BY_NAME
-        else:
-            op = base or name
+                moe = None if _NOT_MOE.search(name) else BY_NAME
         known = bool(hlo_op) or instruction is not None
         return Label(kind, moe, op, scope or (op_names[0] if op_names else ""), known)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 import jax_mok
-from jax_mok.profile import classify
+from jax_mok.profile import analysis, classify
 from jax_mok.profile.analysis import DeviceTimes, Saving, slowest
 from jax_mok.profile.trace import Run
 
@@ -116,23 +116,20 @@ def print_tables(run: Run, devices: list[DeviceTimes]) -> None:
             made.add_column(column, justify="left" if i < left else "right")
         return made
 
-    which = f"{d.name} of {d.host}"
     if len(devices) > 1:
-        which += ", which computes longest (the others wait for it in their collectives)"
-    kinds = table(f"A step on {which}", "kind", "busy ms", "ms of the step", "share")
+        show(f"{d.host} {d.name} computes longest: the others wait for it in their collectives.")
+    kinds = table(f"A step on {d.host} {d.name}", "kind", "busy ms", "not hidden ms", "of the step")
     for kind in classify.KINDS:
-        name = f"{kind} that nothing hides" if kind == classify.COMMUNICATION else kind
-        style = "bold" if kind == classify.COMMUNICATION else None
         if d.busy[kind]:
             cells = (f"{d.busy[kind]:.3f}", f"{d.alone[kind]:.3f}", f"{d.alone[kind] / d.step:.1%}")
-            kinds.add_row(name, *cells, style=style)
+            kinds.add_row(kind, *cells, style="bold" if kind == classify.COMMUNICATION else None)
     kinds.add_row("idle", "", f"{d.idle:.3f}", f"{d.idle / d.step:.1%}")
     console.print(kinds)
 
     rows = [row for row in d.rows if row.label.moe or row.label.kind == classify.EXPERTS]
     if rows:
         parts = table(
-            "Kernels counted to MoE layers, ms per step, hidden or not",
+            "Kernels of MoE layers, per step, hidden or not",
             *("kind", "op", "scope", "counted by", "calls", "ms"),
             left=4,
         )
@@ -262,29 +259,23 @@ def _draw_shares(axis, devices: list[DeviceTimes]) -> None:
 
 
 def _draw_step(axis, run: Run, d: DeviceTimes, classifier: classify.Classifier) -> None:
-    """Kernels of the median step, a row per kind; those of MoE dispatch and combine hatched."""
+    """The median step, a row per kind; communication is pale where something hides it."""
     (device,) = [x for x in run.devices if (x.host, x.name) == (d.host, d.name)]
     spans = sorted(d.steps.spans, key=lambda span: span[1] - span[0])
-    first, last = spans[len(spans) // 2]
-    bars = {}
-    for kernel in device.kernels:
-        if kernel.end > first and kernel.start < last:
-            label = classifier.label(kernel, device.programs)
-            start = max(kernel.start, first)
-            bar = ((start - first) / 1e6, (min(kernel.end, last) - start) / 1e6)
-            bars.setdefault((label.kind, label.moe is not None), []).append(bar)
-    kinds = [kind for kind in classify.KINDS if d.busy[kind]]
-    for (kind, moe), pieces in bars.items():
-        row = kinds.index(kind) if kind in kinds else len(kinds)
-        axis.broken_barh(
-            pieces,
-            (row - 0.4, 0.8),
-            facecolors=COLORS[kind],
-            edgecolors="black" if moe else "none",
-            linewidth=0.4 if moe else 0,
-        )
+    step = analysis.draw(device, spans[len(spans) // 2], classifier)
+    kinds = [kind for kind in classify.KINDS if step.running[kind]]
+    for row, kind in enumerate(kinds):
+        whole = (row - 0.4, 0.8)
+        hides = kind != classify.COMMUNICATION
+        axis.broken_barh(step.running[kind], whole, color=COLORS[kind], alpha=1 if hides else 0.3)
+        if not hides:
+            axis.broken_barh(step.exposed, whole, color=COLORS[kind])
+        axis.broken_barh(step.moe[kind], (row + 0.4, 0.1), color="black")
     axis.set_yticks(range(len(kinds)), kinds, fontsize=7)
-    axis.set_ylim(len(kinds) - 0.4, -0.6)
-    axis.set_xlim(0, (last - first) / 1e6)
-    axis.set_xlabel(f"ms of one step on {d.name}; outlined: MoE dispatch and combine", fontsize=8)
+    axis.set_ylim(len(kinds) - 0.3, -0.6)
+    axis.set_xlim(0, step.length)
+    axis.set_xlabel(
+        f"ms of one step on {d.name}; underlined: MoE dispatch and combine; pale: hidden",
+        fontsize=8,
+    )
     axis.tick_params(axis="x", labelsize=7)
