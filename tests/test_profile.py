@@ -306,6 +306,7 @@ class TestKinds:
             ("ncclDevKernel_AllReduce_Sum_f32(x)", "all-reduce-start", "moe/p", None, "all-reduce"),
             ("MemcpyP2P", "", "", classify.COMMUNICATION, "name"),
             ("MemcpyD2D", "ragged-all-to-all.1", "x", classify.COMMUNICATION, "name"),
+            ("void deep_ep::intranode::dispatch<8>(x)", "", "", classify.COMMUNICATION, "name"),
             ("MemcpyD2D", "copy.4", "moe/x", classify.COPY, None),
             ("Memset", "", "", classify.COPY, None),
             ("nvjet_sm90_hsh_128x256", "", "", classify.GEMM, None),

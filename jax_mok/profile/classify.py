@@ -3,7 +3,6 @@ holds JAX's name scopes) and, where there is neither, from the kernel's own name
 """
 
 import dataclasses
-import functools
 import re
 
 from jax_mok.profile.hlo import Instruction, Programs
@@ -39,10 +38,19 @@ _COLLECTIVE = re.compile(
     r"collective-broadcast|send|recv)(?![a-z])"
 )
 _COMMUNICATION_KERNEL = re.compile(
-    r"nccl|nvshmem|deep_?ep|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|"
+    r"nccl|nvshmem|(deep|hybrid)_?ep(?![a-z])|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter|"
     r"collective_?permute|MemcpyP2P|MultiGpuBarrier",
     re.IGNORECASE,
 )
+_COLLECTIVES_OF_KERNELS = {
+    "ragged_?all_?to_?all": "ragged-all-to-all",
+    "all_?to_?all": "all-to-all",
+    "all_?gather": "all-gather",
+    "reduce_?scatter": "reduce-scatter",
+    "all_?reduce": "all-reduce",
+    "send_?recv|p2p|permute": "send-recv",
+}
+_DISPATCH_OP = re.compile(r"all-to-all|(deep|hybrid)_?ep", re.IGNORECASE)
 _GROUPED = re.compile(
     r"ragged[_-]?dot|grouped[_-]?(gemm|matmul|mm|dot)|GroupProblemShape|(?<![a-z])t?gmm(?![a-z])|"
     r"moe_?gemm|megablox",
@@ -86,13 +94,18 @@ class Classifier:
         self._user = None if experts is None else re.compile(experts)
         pattern = MOE_SCOPE if experts is None else f"{MOE_SCOPE}|(?:{experts})"
         self._moe = re.compile(pattern, re.IGNORECASE)
-        self._cached = functools.cache(self._classify)
+        self._labels: dict[tuple, Label] = {}
 
     def label(self, kernel: Kernel, programs: Programs) -> Label:
-        instruction = programs.instructions(kernel.program_id).get(kernel.hlo_op)
-        if not kernel.hlo_op:
-            instruction = programs.by_kernel_name.get(kernel.name)
-        return self._cached(kernel.name, kernel.hlo_op, kernel.op_name, instruction)
+        # The same kernel runs in every step: look at it once.
+        key = (programs, kernel.program_id, kernel.hlo_op, kernel.name, kernel.op_name)
+        if key not in self._labels:
+            instruction = programs.instructions(kernel.program_id).get(kernel.hlo_op)
+            if not kernel.hlo_op:
+                instruction = programs.by_kernel_name.get(kernel.name)
+            names = (kernel.name, kernel.hlo_op, kernel.op_name)
+            self._labels[key] = self._classify(*names, instruction)
+        return self._labels[key]
 
     def _scope(self, op_name: str) -> str | None:
         """The op name up to the end of its MoE scope, or None if it is in none."""
@@ -115,29 +128,15 @@ class Classifier:
         # something else keeps its own scope.
         op_names = [n for n in dict.fromkeys((*own, *op_names)) if n]
         scope = next((s for s in map(self._scope, op_names) if s is not None), None)
+        named = self._user is not None and any(map(self._user.search, (name, hlo_op)))
+        if kind == GEMM and (scope is not None or named) and not _ATTENTION.search(name):
+            kind = EXPERTS
         op = re.sub(r"(\.\d+|_\d+)+$", "", hlo_op) or name
-        if kind == GEMM and (scope is not None or self._named(name, hlo_op)):
-            if not _ATTENTION.search(name):
-                kind = EXPERTS
-        moe = None
         if kind == COMMUNICATION:
-            op = self._collective(name, hlo_op, parts)
-            if op == "all-reduce":
-                moe = ALL_REDUCE if scope else None
-            elif scope is not None or self._named(name, hlo_op):
-                moe = BY_SCOPE if scope is not None else BY_NAME
-            elif op in ("all-to-all", "ragged-all-to-all") or (op == "send-recv" and not op_names):
-                moe = BY_NAME
-        elif kind in (SORT, GATHER):
-            if scope is not None:
-                moe = BY_SCOPE
-            elif not op_names or self._named(name, hlo_op):
-                moe = None if _NOT_MOE.search(name) else BY_NAME
+            op = _collective(name, hlo_op, parts)
         known = bool(hlo_op) or instruction is not None
+        moe = _moe(kind, op, scope, named, bool(op_names))
         return Label(kind, moe, op, scope or (op_names[0] if op_names else ""), known)
-
-    def _named(self, *names: str) -> bool:
-        return self._user is not None and any(self._user.search(n) for n in names)
 
     def _kind(self, name, hlo_op, op_names, instruction) -> tuple[str, list[str]]:
         """The kind, and op names of the parts of a fusion that make it so."""
@@ -170,7 +169,7 @@ class Classifier:
         # Without HLO, or a custom call: names have to do.
         if not parts or instruction.opcode == "custom-call":
             names = (*texts, last)
-            if any(map(_GEMM_KERNEL.search, (*texts, last))):
+            if any(map(_GEMM_KERNEL.search, names)):
                 return GEMM, []
             if any(map(_SORT.search, names)):
                 return SORT, []
@@ -180,21 +179,28 @@ class Classifier:
             return COPY, []
         return OTHER, []
 
-    @staticmethod
-    def _collective(name: str, hlo_op: str, parts) -> str:
-        for opcode in (*(opcode for opcode, _ in parts), hlo_op):
-            if found := _COLLECTIVE.match(opcode):
-                return found[1]
-        words = {
-            "ragged_?all_?to_?all": "ragged-all-to-all",
-            "send_?recv": "send-recv",
-            "all_?to_?all": "all-to-all",
-            "all_?gather": "all-gather",
-            "reduce_?scatter": "reduce-scatter",
-            "all_?reduce": "all-reduce",
-            "p2p|permute": "send-recv",
-        }
-        for pattern, op in words.items():
-            if re.search(pattern, name, re.IGNORECASE):
-                return op
-        return name
+
+def _moe(kind: str, op: str, scope: str | None, named: bool, annotated: bool) -> str | None:
+    """Why a kernel counts as MoE dispatch or combine, or None."""
+    if kind == COMMUNICATION:
+        if scope is not None:
+            return ALL_REDUCE if op == "all-reduce" else BY_SCOPE
+        # All-to-alls are rarely anything else. Sends may be, but where nothing else is known...
+        suspect = _DISPATCH_OP.search(op) or (op == "send-recv" and not annotated)
+        return BY_NAME if named or suspect else None
+    if kind in (SORT, GATHER):
+        if scope is not None:
+            return BY_SCOPE
+        return BY_NAME if named or (not annotated and not _NOT_MOE.search(op)) else None
+    return None
+
+
+def _collective(name: str, hlo_op: str, parts: tuple[tuple[str, str], ...]) -> str:
+    """Which collective a kernel carries out, by HLO's name for it; else the kernel's name."""
+    for opcode in (*(opcode for opcode, _ in parts), hlo_op):
+        if found := _COLLECTIVE.match(opcode):
+            return found[1]
+    for pattern, op in _COLLECTIVES_OF_KERNELS.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return op
+    return name

@@ -43,15 +43,17 @@ class Programs:
 
     def __init__(self, xspace: bytes):
         self._protos = dict(_hlo_protos(memoryview(xspace)))
+        self._parsed: dict[int, dict[str, Instruction]] = {}
 
     def __len__(self) -> int:
         return len(self._protos)
 
-    @functools.cache  # noqa: B019 - lives as long as the report
     def instructions(self, program_id: int) -> dict[str, Instruction]:
         """Instructions by name; empty for a program that the trace does not hold."""
-        proto = self._protos.get(program_id)
-        return {} if proto is None else _instructions(proto)
+        if program_id not in self._parsed:
+            proto = self._protos.get(program_id)
+            self._parsed[program_id] = {} if proto is None else _instructions(proto)
+        return self._parsed[program_id]
 
     @functools.cached_property
     def by_kernel_name(self) -> dict[str, Instruction]:
