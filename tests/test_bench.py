@@ -97,6 +97,9 @@ def test_disagreements_are_found():
     assert find([2.01], [0.5]) == []  # compared after the steps that both made
 
 
+tokamax = ("tokamax", "tokamax[tuned]")
+
+
 def bench(folder, *arguments) -> dict:
     """The JSON of a run that must succeed."""
     fast = ["--rounds=2", "--seconds=0.02", "--save=it", f"--folder={folder}"]
@@ -110,7 +113,7 @@ SMALL = ("--hidden=64", "--intermediate=64", "--experts=8", "--top-k=2")
 def test_backward_rows(tmp_path, capsys):
     record = bench(tmp_path, "--backward", "--tokens=32", "--ranks=2", *SMALL)
     rows = {r["candidate"]: r for r in record["problems"][0]["rows"]}
-    assert list(rows) == ["jax_mok[save]", "jax_mok[recompute]", "xla", "tokamax", "torch"]
+    assert list(rows) == ["jax_mok[save]", "jax_mok[recompute]", "xla", *tokamax, "torch"]
     for name in ("jax_mok[save]", "jax_mok[recompute]", "xla"):
         assert rows[name]["ms"] > 0 and rows[name]["temp_bytes"] >= 0
     # Kept: gate and up of the rows of a macrobatch, float32.
@@ -139,7 +142,7 @@ def test_step(tmp_path):
     small = ("--step", "--layers=1", "--sequence=16", "--tokens=32", "--ranks=2", *SMALL)
     record = bench(tmp_path, *small)
     rows = {r["candidate"]: r for r in record["rows"]}
-    assert list(rows) == ["jax_mok[save]", "jax_mok[recompute]", "xla", "tokamax"]
+    assert list(rows) == ["jax_mok[save]", "jax_mok[recompute]", "xla", *tokamax]
     assert record["stack"]["layers"] == 1 and record["without_experts_ms"] > 0
     for name in ("jax_mok[save]", "jax_mok[recompute]", "xla"):
         losses = rows[name]["losses"]

@@ -75,6 +75,30 @@ def tokamax(setting: Setting) -> Layer:
     return sorted_rows(setting, functools.partial(library.ragged_dot, implementation="mosaic"))
 
 
+def tokamax_tuned(setting: Setting) -> Layer:
+    """The same with larger tiles. tokamax has tuned settings for few shapes and GPUs, and takes
+    tiles of 64 x 64 on Hopper else. These are its own for the largest of those layers, on an H100.
+    """
+    tokamax(setting)  # says why it cannot run, if so
+    try:
+        from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu
+    except ImportError as e:
+        raise Unavailable(f"this tokamax is laid out differently: {e}") from e
+    config = pallas_mosaic_gpu.Config(
+        block_m=128,
+        block_n=64,
+        block_k=128,
+        num_stages=4,
+        split_k=1,
+        persistent=True,
+        grid_minor_dim=1,
+        grid_tile_width=8,
+    )
+    tuned = functools.partial(pallas_mosaic_gpu.PallasMosaicGpuRaggedDot, config=config)
+    dot = tuned(vjp=functools.partial(base.vjp, dlhs_ragged_dot=tuned(), drhs_ragged_dot=tuned()))
+    return sorted_rows(setting, lambda a, w, groups: dot(a, w, group_sizes=groups))
+
+
 def sorted_rows(setting: Setting, ragged_dot) -> Layer:
     """`pipeline.layer` with a `ragged_dot`, over the mesh."""
     axes = tuple(setting.mesh.axis_names)
@@ -99,14 +123,17 @@ LAYERS = {
     "jax_mok[recompute]": functools.partial(fused, residuals="recompute"),
     "xla": plain,
     "tokamax": tokamax,
+    "tokamax[tuned]": tokamax_tuned,
 }
 CHOICES = ("jax_mok", "xla", "tokamax", "torch")
 
 
 def expand(names, *, backward: bool) -> list[str]:
-    """The candidates behind the names on the command line: two of jax_mok where it has a choice."""
-    both = ["jax_mok[save]", "jax_mok[recompute]"]
-    return [c for n in names for c in (both if n == "jax_mok" and backward else [n])]
+    """The candidates behind the names on the command line: all ways in which one can be set."""
+    ways = {"tokamax": ["tokamax", "tokamax[tuned]"]}
+    if backward:
+        ways["jax_mok"] = ["jax_mok[save]", "jax_mok[recompute]"]
+    return [way for name in names for way in ways.get(name, [name])]
 
 
 def is_ours(name: str) -> bool:

@@ -29,9 +29,10 @@ def layer(x, ids, weights, w_gate, w_up, w_down, *, num_experts, expert_axis, ra
 
     picked = _dispatch(rows, x)
     gate, up = dot(picked, w_gate), dot(picked, w_up)
-    hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
     if expert_axis is not None:  # rows past the last group hold anything
-        hidden = jnp.where((rows.slot_of >= 0)[:, None], hidden, 0)
+        held = (rows.slot_of >= 0)[:, None]
+        gate, up = jnp.where(held, gate, 0), jnp.where(held, up, 0)
+    hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
     out = dot(hidden.astype(x.dtype), w_down)
     y = _combine(rows, out, weights).astype(x.dtype)
     if expert_axis is not None:

@@ -1,6 +1,7 @@
 """The layer to measure: shape, routing, random arguments placed on a mesh."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -74,30 +75,33 @@ class Problem:
 
     def arguments(self):
         """(x, expert_ids, expert_weights, w_gate, w_up, w_down), sharded over the mesh."""
-        s, dtype = self.shape, jnp.dtype(self.dtype)
-        mesh = self.mesh()
-        rows = NamedSharding(mesh, P("expert"))
+        s, rows = self.shape, NamedSharding(self.mesh(), P("expert"))
         count = self.tokens * self.ranks
-
-        def normal(seed, shape, scale):
-            make = jax.jit(
-                lambda: jax.random.normal(jax.random.key(seed), shape, dtype) * scale,
-                out_shardings=rows,
-            )
-            return make()
-
         weights = np.random.default_rng(1).random((count, s.top_k), dtype=np.float32)
-        sizes_in = (s.num_experts, s.hidden_size, s.intermediate_size)
-        sizes_out = (s.num_experts, s.intermediate_size, s.hidden_size)
-        scale_in, scale_out = s.hidden_size**-0.5, s.intermediate_size**-0.5
         return (
-            normal(2, (count, s.hidden_size), dtype.type(1)),
+            _normal(2, (count, s.hidden_size), 1.0, self.dtype, rows),
             jax.device_put(self.expert_ids(), rows),
             jax.device_put(weights / weights.sum(1, keepdims=True), rows),
-            normal(3, sizes_in, dtype.type(scale_in)),
-            normal(4, sizes_in, dtype.type(scale_in)),
-            normal(5, sizes_out, dtype.type(scale_out)),
+            *_expert_weights(s, self.dtype, rows),
         )
+
+
+@functools.lru_cache(maxsize=1)
+def _expert_weights(shape: MoeShape, dtype: str, sharding: NamedSharding):
+    """(w_gate, w_up, w_down), kept for the next problem with the same layer."""
+    sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size)
+    turned = (shape.num_experts, shape.intermediate_size, shape.hidden_size)
+    return (
+        _normal(3, sizes, sizes[1] ** -0.5, dtype, sharding),
+        _normal(4, sizes, sizes[1] ** -0.5, dtype, sharding),
+        _normal(5, turned, turned[1] ** -0.5, dtype, sharding),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3, 4))
+def _normal(seed, shape, scale, dtype, sharding):
+    a = jax.random.normal(jax.random.key(seed), shape, dtype) * jnp.asarray(scale, dtype)
+    return jax.lax.with_sharding_constraint(a, sharding)
 
 
 def shapes_of(args) -> list[MoeShape]:
