@@ -193,6 +193,51 @@ def test_types_of_the_gradients(ranks, weights):
     assert jax.tree.map(shape, out[1]) == jax.tree.map(shape, case.args)
 
 
+def by_reference(spec, target, facts, workspace, results, operands, *arguments):
+    """Does what the kernels do, from the definition in float32: operands and results as there."""
+    given = operands(*arguments)
+    types = results(given[0])
+    dy, layer = (None, given) if target == FORWARD_CUDA else (given[0], given[1:14])
+    wide = [a.astype(jnp.float32) if i != 1 else a for i, a in enumerate(layer)]
+
+    def run(*operands):
+        x, ids, weights, *rest = operands
+        biases, shared, scale = rest[3:6], rest[6:9], rest[9]
+        gate = scale if facts["has_shared_gate"] else None
+        return jax_mok.reference.moe(
+            x,
+            ids,
+            weights,
+            *rest[:3],
+            biases=biases if facts["has_biases"] else None,
+            shared=jax_mok.SharedExpert(*shared, gate) if facts["shared_intermediate"] else None,
+            activation=spec.activation,
+        )
+
+    if dy is None:
+        y = run(*wide).astype(types[0].dtype)
+        return [y, *(jnp.ones(t.shape, t.dtype) for t in types[1:])]
+    _, vjp = jax.vjp(lambda *a: run(a[0], wide[1], *a[1:]), wide[0], *wide[2:])
+    grads = list(vjp(dy.astype(jnp.float32)))
+    if facts["num_virtual_ranks"] > 1:  # the last rank has it all
+        for i in (8, 9, 10):
+            grads[i] = jnp.zeros(types[i].shape, jnp.float32).at[-1].set(grads[i])
+    return [g.astype(t.dtype) for g, t in zip(grads, types, strict=True)]
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+@pytest.mark.parametrize("case, ranks", [(MACHINE, 1), (EVERYTHING, 1), (EVERYTHING, 3)])
+def test_values_around_the_calls(monkeypatch, case, residuals, ranks):
+    """Padding, the order of operands and gradients, and the sum over virtual ranks, with calls that
+    are right."""
+    monkeypatch.setattr(_cuda, "_call", by_reference)
+    with _cuda.testing(virtual_ranks=ranks):
+        got = case.value_and_grads(
+            implementation="fused", config=jax_mok.Config(residuals=residuals)
+        )
+    cases.assert_close(got, case.reference(), 5e-3)
+
+
 def test_absent_optionals_are_scalars():
     text = lowered(
         lambda a: gradients(a, config=jax_mok.Config(residuals="recompute")), MACHINE.args
