@@ -75,7 +75,7 @@ inline std::vector<xla::ffi::AnyBuffer> buffers_of(const xla::ffi::RemainingArgs
 inline std::vector<xla::ffi::AnyBuffer> buffers_of(const xla::ffi::RemainingRets& results) {
   std::vector<xla::ffi::AnyBuffer> buffers;
   for (size_t i = 0; i < results.size(); ++i) {
-    const auto buffer = results.get<xla::ffi::AnyBuffer>(i);
+    auto buffer = results.get<xla::ffi::AnyBuffer>(i);
     if (!buffer.has_value()) fail(buffer.error().message());
     buffers.push_back(**buffer);
   }
