@@ -1,13 +1,14 @@
 // The end of a call: the ranks meet once all results are pushed, then every rank sums the slots of
-// its tokens, in slot order and in fp32.
+// its tokens, in slot order and in fp32. With peers on other GPUs these are three launches: see
+// Part.
 #pragma once
 
 #include "cuda/faults.cuh"
 
 namespace jax_mok::cuda {
 
-// All threads of the rank's first CTA. Decides for the whole rank whether the sum may be formed, so
-// that a rank's output is either all there or all NaN.
+// All threads of one CTA, at least as many as ranks. Decides for the whole rank whether the sum may
+// be formed, so that a rank's output is either all there or all NaN.
 __device__ inline void meet_peers(const ForwardParams& p, const Watch& watch, int v) {
   const int num_ranks = p.geometry.shape.num_ranks;
   HeapControl* own = p.heap_control(watch.rank);
@@ -102,8 +103,9 @@ MOK_DEVICE void sum_slots(const ForwardParams& p, int v, int token, int column) 
 __device__ inline void combine(const ForwardParams& p, const Watch& watch, int v, int cta) {
   __shared__ uint32_t verdict;
   __syncthreads();
-  if (threadIdx.x == 0) add_release_sys(&watch.control->ctas_done, 1);
-  if (cta == 0) meet_peers(p, watch, v);
+  if (p.part != Part::kSum && threadIdx.x == 0) add_release_sys(&watch.control->ctas_done, 1);
+  if (p.part == Part::kWork) return;
+  if (p.part == Part::kAll && cta == 0) meet_peers(p, watch, v);
   if (threadIdx.x == 0) {
     // The first CTA always decides: its own waits are bounded.
     while ((verdict = load_acquire_gpu(&watch.control->verdict)) == kPending) __nanosleep(40);

@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
   }
   __syncthreads();
-  const bool given_up = cta_abort != 0;
+  const bool given_up = cta_abort != 0 || p.part == Part::kSum;
   __syncthreads();  // from here on a role may raise the word
 
   if (given_up) {
-    // fall through to the combine, which writes NaN
+    // fall through to the combine, which writes NaN if the call has failed
   } else if (cta >= num_compute) {
     CommStorage& storage = *reinterpret_cast<CommStorage*>(aligned);
     const int comm_ctas = g.comm_ctas_per_rank;
@@ -171,9 +171,15 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (cta_abort != 0 && !given_up) __nanosleep(1000000);
 }
 
+__global__ void __launch_bounds__(kMaxRanks) meet(const __grid_constant__ ForwardParams p) {
+  meet_peers(p, make_watch(p, 0, nullptr), 0);
+}
+
 }  // namespace
 
 const int kForwardSharedBytes = kDynamicBytes;
+
+const void* meeting_kernel() { return reinterpret_cast<const void*>(meet); }
 
 const void* forward_kernel(ActivationKind kind) {
   switch (kind) {

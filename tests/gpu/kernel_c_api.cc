@@ -32,7 +32,11 @@ EXPORT size_t mok_heap_bytes(const ForwardFacts* facts) { return heap_bytes(*fac
 EXPORT int64_t mok_saved_rows(const ForwardFacts* facts) { return saved_rows(*facts); }
 EXPORT int mok_launch(const ForwardFacts* facts, int rank, const ForwardBuffers* buffers,
                       void* stream, const TestHooks* hooks) {
-  return launch_forward(*facts, rank, *buffers, static_cast<cudaStream_t>(stream), *hooks);
+  for (const CallStage stage : kCallStages)
+    if (cudaError_t e = launch_forward(stage, *facts, rank, *buffers,
+                                       static_cast<cudaStream_t>(stream), *hooks))
+      return e;
+  return cudaSuccess;
 }
 
 EXPORT void mok_check_backward(const BackwardFacts* facts, char* message, size_t capacity) {
