@@ -2,8 +2,8 @@
 // Nothing here needs CUDA's device headers, and nothing allocates: the caller owns every buffer.
 //
 // Order of calls:  check -> prepare_module (once per device, before anything runs on it)
-//                  -> init_heap (once per heap) -> launch_forward (any number of times, in stream
-//                  order, by all ranks alike).
+//                  -> init_heap (once per heap) -> launch_forward, stage by stage (any number of
+//                  calls, in stream order, by all ranks alike).
 #pragma once
 
 #include <cuda_runtime_api.h>

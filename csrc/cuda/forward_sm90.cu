@@ -171,15 +171,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (cta_abort != 0 && !given_up) __nanosleep(1000000);
 }
 
-__global__ void __launch_bounds__(kMaxRanks) meet(const __grid_constant__ ForwardParams p) {
-  meet_peers(p, make_watch(p, 0, nullptr), 0);
-}
-
 }  // namespace
 
 const int kForwardSharedBytes = kDynamicBytes;
-
-const void* meeting_kernel() { return reinterpret_cast<const void*>(meet); }
 
 const void* forward_kernel(ActivationKind kind) {
   switch (kind) {

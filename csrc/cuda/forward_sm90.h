@@ -9,6 +9,5 @@ constexpr int kForwardThreads = 384;
 extern const int kForwardSharedBytes;
 
 const void* forward_kernel(ActivationKind kind);
-const void* meeting_kernel();  // one CTA of kMaxRanks threads, between Part::kWork and Part::kSum
 
 }  // namespace jax_mok::cuda

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cuda/forward_sm90.h"
+#include "cuda/meeting.h"
 #include "cuda/plan_kernels.h"
 
 namespace jax_mok::cuda {
@@ -109,8 +110,7 @@ cudaError_t prepare_module() {
       return e;
     if (per_sm < 1) return cudaErrorCooperativeLaunchTooLarge;
   }
-  cudaFuncAttributes attributes;  // asking for them loads a kernel
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, meeting_kernel())) return e;
+  if (cudaError_t e = prepare_meetings()) return e;
   return prepare_plan_kernels();
 }
 
@@ -137,16 +137,16 @@ cudaError_t launch_forward(CallStage stage, const ForwardFacts& facts, int rank,
   p.hooks = hooks;
   if (stage == CallStage::kPublish) return launch_publish(p, num_sms, stream);
   const bool has_peers = facts.num_ranks > facts.num_virtual_ranks;
-  void* arguments[] = {&p};
   if (stage == CallStage::kWork) {
     p.part = has_peers ? Part::kWork : Part::kAll;
     if (!make_maps(p.geometry, buffers, &p.maps)) return cudaErrorInvalidValue;
+    if (has_peers)
+      if (cudaError_t e = launch_await(p, stream)) return e;
     if (cudaError_t e = launch_plan(p, stream)) return e;
   } else {
     if (!has_peers) return cudaSuccess;
     p.part = Part::kSum;
-    if (cudaError_t e = cudaLaunchKernel(meeting_kernel(), 1, kMaxRanks, arguments, 0, stream))
-      return e;
+    if (cudaError_t e = launch_hear(p, stream)) return e;
   }
 
   cudaLaunchAttribute cooperative = {};
@@ -159,7 +159,10 @@ cudaError_t launch_forward(CallStage stage, const ForwardFacts& facts, int rank,
   config.stream = stream;
   config.attrs = &cooperative;
   config.numAttrs = 1;
-  return cudaLaunchKernelExC(&config, forward_kernel(facts.activation.kind), arguments);
+  void* arguments[] = {&p};
+  const void* const kernel = forward_kernel(facts.activation.kind);
+  if (cudaError_t e = cudaLaunchKernelExC(&config, kernel, arguments)) return e;
+  return p.part == Part::kWork ? launch_tell(p, stream) : cudaSuccess;
 }
 
 }  // namespace jax_mok::cuda

@@ -3,7 +3,6 @@
 // which threads run.
 //
 //   publish  copy x and ids into the heap, clear the counters, tell the peers
-//   await    (peers on other GPUs) until they have published: one CTA, see Part
 //   count    per chunk of ids: check them, count the rows of every local expert
 //   prefix   per (source rank, expert): running sums over the source's chunks
 //   place    blocks of every expert; for every row where it comes from and goes to
@@ -64,16 +63,6 @@ __global__ void __launch_bounds__(kPublishThreads)
   __syncthreads();
   if (call != 0 && threadIdx.x < g.shape.num_ranks && rank != p.hooks.absent_rank)
     store_release_sys(&p.heap_control(threadIdx.x)->started[rank], call);
-}
-
-// ---- await ----
-
-__global__ void __launch_bounds__(kMaxRanks) await(const __grid_constant__ ForwardParams p) {
-  const Watch watch = make_watch(p, 0, nullptr);
-  const HeapControl* own = p.heap_control(watch.rank);
-  const int peer = threadIdx.x;
-  if (peer < p.geometry.shape.num_ranks)
-    wait_peer(watch, own, &own->started[peer], peer, FaultPhase::kStart, p.start_timeout_ns);
 }
 
 // ---- count ----
@@ -316,7 +305,6 @@ cudaError_t prepare_plan_kernels() {
   };
   cudaFuncAttributes attributes;  // asking for them loads a kernel
   if (cudaError_t e = cudaFuncGetAttributes(&attributes, publish)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, await)) return e;
   if (cudaError_t e = cudaFuncGetAttributes(&attributes, prefix)) return e;
   if (cudaError_t e = cudaFuncGetAttributes(&attributes, share)) return e;
   if (cudaError_t e = set_shared(count)) return e;
@@ -336,7 +324,6 @@ cudaError_t launch_plan(const ForwardParams& p, cudaStream_t stream) {
   const unsigned experts = g.shape.num_local_experts;
   const unsigned chunk_ctas = (g.num_chunks + kPlanWarps - 1) / kPlanWarps;
   const unsigned pair_ctas = (sources * experts + kPlanWarps - 1) / kPlanWarps;
-  if (sources > ranks) await<<<1, kMaxRanks, 0, stream>>>(p);
   count<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, kPlanWarps * experts * 4, stream>>>(p);
   prefix<<<dim3(pair_ctas, ranks), kPlanThreads, 0, stream>>>(p);
   place<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, (kPlanWarps * experts + experts + 1) * 4,
