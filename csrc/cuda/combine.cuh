@@ -1,34 +1,41 @@
 // The end of a call: the ranks meet once all results are pushed, then every rank sums the slots of
-// its tokens, in slot order and in fp32.
+// its tokens, in slot order and in fp32. With peers on other GPUs these are three launches: see
+// Part.
 #pragma once
 
 #include "cuda/faults.cuh"
 
 namespace jax_mok::cuda {
 
-// All threads of the rank's first CTA. Decides for the whole rank whether the sum may be formed, so
-// that a rank's output is either all there or all NaN.
-__device__ inline void meet_peers(const ForwardParams& p, const Watch& watch, int v) {
-  const int num_ranks = p.geometry.shape.num_ranks;
-  HeapControl* own = p.heap_control(watch.rank);
+// Both by all threads of one CTA, at least as many as ranks.
+//
+// Once all CTAs are done: tells the peers that all results for them are pushed, or that the call
+// has failed here. Returns which.
+__device__ inline bool tell_peers(const ForwardParams& p, const Watch& watch) {
   if (threadIdx.x == 0)
     wait_counter(watch, &watch.control->ctas_done, p.geometry.ctas_per_rank, FaultPhase::kCombine,
                  0, -1);
   __syncthreads();
-  bool good = load_acquire_gpu(&watch.control->abort) == 0;
-  good = __syncthreads_and(good);
+  const bool good = __syncthreads_and(load_acquire_gpu(&watch.control->abort) == 0);
   jitter(p, 0x20000);
-  const int peer = threadIdx.x;
-  if (good) {
-    bool came = true;
-    if (peer < num_ranks) {
-      store_release_sys(&p.heap_control(peer)->pushed[watch.rank], watch.call);
-      came = wait_peer(watch, own, &own->pushed[peer], peer, FaultPhase::kCombine, p.timeout_ns);
-    }
-    good = __syncthreads_and(came);
+  if (threadIdx.x < p.geometry.shape.num_ranks) {
+    HeapControl* peer = p.heap_control(threadIdx.x);
+    store_release_sys(good ? &peer->pushed[watch.rank] : &peer->failed[watch.rank], watch.call);
   }
-  if (!good && peer < num_ranks)
-    store_release_sys(&p.heap_control(peer)->failed[watch.rank], watch.call);
+  return good;
+}
+
+// `good`: what tell_peers said. Decides for the whole rank whether the sum may be formed, so that a
+// rank's output is either all there or all NaN.
+__device__ inline void hear_peers(const ForwardParams& p, const Watch& watch, bool good) {
+  const int num_ranks = p.geometry.shape.num_ranks, peer = threadIdx.x;
+  if (good) {
+    const HeapControl* own = p.heap_control(watch.rank);
+    good = __syncthreads_and(peer >= num_ranks || wait_peer(watch, own, &own->pushed[peer], peer,
+                                                            FaultPhase::kCombine, p.timeout_ns));
+    if (!good && peer < num_ranks)
+      store_release_sys(&p.heap_control(peer)->failed[watch.rank], watch.call);
+  }
   if (threadIdx.x == 0) store_release_gpu(&watch.control->verdict, good ? kSum : kFail);
 }
 
@@ -102,8 +109,9 @@ MOK_DEVICE void sum_slots(const ForwardParams& p, int v, int token, int column) 
 __device__ inline void combine(const ForwardParams& p, const Watch& watch, int v, int cta) {
   __shared__ uint32_t verdict;
   __syncthreads();
-  if (threadIdx.x == 0) add_release_sys(&watch.control->ctas_done, 1);
-  if (cta == 0) meet_peers(p, watch, v);
+  if (p.part != Part::kSum && threadIdx.x == 0) add_release_sys(&watch.control->ctas_done, 1);
+  if (p.part == Part::kWork) return;
+  if (p.part == Part::kAll && cta == 0) hear_peers(p, watch, tell_peers(p, watch));
   if (threadIdx.x == 0) {
     // The first CTA always decides: its own waits are bounded.
     while ((verdict = load_acquire_gpu(&watch.control->verdict)) == kPending) __nanosleep(40);

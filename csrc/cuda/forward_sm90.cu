@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
   }
   __syncthreads();
-  const bool given_up = cta_abort != 0;
+  const bool given_up = cta_abort != 0 || p.part == Part::kSum;
   __syncthreads();  // from here on a role may raise the word
 
   if (given_up) {
-    // fall through to the combine, which writes NaN
+    // fall through to the combine, which writes NaN if the call has failed
   } else if (cta >= num_compute) {
     CommStorage& storage = *reinterpret_cast<CommStorage*>(aligned);
     const int comm_ctas = g.comm_ctas_per_rank;

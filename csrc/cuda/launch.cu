@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cuda/forward_sm90.h"
+#include "cuda/meeting.h"
 #include "cuda/plan_kernels.h"
 
 namespace jax_mok::cuda {
@@ -109,6 +110,7 @@ cudaError_t prepare_module() {
       return e;
     if (per_sm < 1) return cudaErrorCooperativeLaunchTooLarge;
   }
+  if (cudaError_t e = prepare_meetings()) return e;
   return prepare_plan_kernels();
 }
 
@@ -116,8 +118,9 @@ cudaError_t init_heap(void* heap, cudaStream_t stream) {
   return cudaMemsetAsync(heap, 0, sizeof(HeapControl), stream);
 }
 
-cudaError_t launch_forward(const ForwardFacts& facts, int rank, const ForwardBuffers& buffers,
-                           cudaStream_t stream, const TestHooks& hooks) {
+cudaError_t launch_forward(CallStage stage, const ForwardFacts& facts, int rank,
+                           const ForwardBuffers& buffers, cudaStream_t stream,
+                           const TestHooks& hooks) {
   if (facts.num_tokens == 0) return cudaSuccess;  // on all ranks alike: nobody waits for us
   int num_sms;
   if (cudaError_t e = current_device_sms(&num_sms)) return e;
@@ -132,8 +135,19 @@ cudaError_t launch_forward(const ForwardFacts& facts, int rank, const ForwardBuf
   p.timeout_ns = static_cast<uint64_t>(facts.timeout_seconds * 1e9);
   p.start_timeout_ns = static_cast<uint64_t>(facts.start_timeout_seconds * 1e9);
   p.hooks = hooks;
-  if (!make_maps(p.geometry, buffers, &p.maps)) return cudaErrorInvalidValue;
-  if (cudaError_t e = launch_plan(p, num_sms, stream)) return e;
+  if (stage == CallStage::kPublish) return launch_publish(p, num_sms, stream);
+  const bool has_peers = facts.num_ranks > facts.num_virtual_ranks;
+  if (stage == CallStage::kWork) {
+    p.part = has_peers ? Part::kWork : Part::kAll;
+    if (!make_maps(p.geometry, buffers, &p.maps)) return cudaErrorInvalidValue;
+    if (has_peers)
+      if (cudaError_t e = launch_await(p, stream)) return e;
+    if (cudaError_t e = launch_plan(p, stream)) return e;
+  } else {
+    if (!has_peers) return cudaSuccess;
+    p.part = Part::kSum;
+    if (cudaError_t e = launch_hear(p, stream)) return e;
+  }
 
   cudaLaunchAttribute cooperative = {};
   cooperative.id = cudaLaunchAttributeCooperative;
@@ -146,7 +160,9 @@ cudaError_t launch_forward(const ForwardFacts& facts, int rank, const ForwardBuf
   config.attrs = &cooperative;
   config.numAttrs = 1;
   void* arguments[] = {&p};
-  return cudaLaunchKernelExC(&config, forward_kernel(facts.activation.kind), arguments);
+  const void* const kernel = forward_kernel(facts.activation.kind);
+  if (cudaError_t e = cudaLaunchKernelExC(&config, kernel, arguments)) return e;
+  return p.part == Part::kWork ? launch_tell(p, stream) : cudaSuccess;
 }
 
 }  // namespace jax_mok::cuda

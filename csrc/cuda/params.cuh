@@ -18,8 +18,15 @@ struct ForwardMaps {
   CUtensorMap x, s_gate, s_up, shared_h, s_down;
 };
 
+// What a launch of the persistent kernel does. It holds every SM of its GPU, so it must not wait
+// for a peer there: a collective of XLA, on another stream, may hold an SM of the peer's GPU and
+// wait for one of this GPU. With peers on other GPUs, kWork and kSum are launches of their own, and
+// the ranks meet between them in kernels of one CTA.
+enum class Part : int32_t { kAll, kWork, kSum };
+
 struct ForwardParams {
   ForwardMaps maps;
+  Part part;
   Geometry geometry;
   ForwardBuffers buffers;
   Activation activation;

@@ -7,6 +7,7 @@
 namespace jax_mok::cuda {
 
 cudaError_t prepare_plan_kernels();
-cudaError_t launch_plan(const ForwardParams& params, int num_sms, cudaStream_t stream);
+cudaError_t launch_publish(const ForwardParams& params, int num_sms, cudaStream_t stream);
+cudaError_t launch_plan(const ForwardParams& params, cudaStream_t stream);
 
 }  // namespace jax_mok::cuda

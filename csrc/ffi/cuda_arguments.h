@@ -19,7 +19,12 @@ struct ForwardPass {
 struct BackwardPass {
   using Facts = cuda::BackwardFacts;
   using Buffers = cuda::BackwardBuffers;
-  static constexpr auto launch = cuda::launch_backward;
+  static cudaError_t launch(cuda::CallStage stage, const Facts& facts, int rank,
+                            const Buffers& buffers, cudaStream_t stream,
+                            const cuda::TestHooks& hooks) {
+    if (stage != cuda::CallStage::kWork) return cudaSuccess;
+    return cuda::launch_backward(facts, rank, buffers, stream, hooks);
+  }
 };
 
 // What the attributes say: all that Prepare and Initialize know.

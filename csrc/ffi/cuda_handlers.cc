@@ -4,10 +4,11 @@
 // peer heap, Execute launches. Execute never allocates, synchronises or loads anything: a peer's
 // kernel may be waiting for ours by then, and the driver for the peer's.
 //
-// What others do in the same process counts too: a cudaMalloc, or the first use of a kernel, by the
-// host thread of one device can wait for the kernel of another, with the driver's lock held, so
-// that a third cannot launch what that kernel waits for. So the threads of a group's devices meet
-// before they launch a call and again after it; between the two none does anything else.
+// What others do in the same process counts too: a cudaFree, or the first use of a kernel, by any
+// host thread can wait for a kernel of one device with the driver's lock held, so that nobody can
+// launch on another device what that kernel waits for. So the threads of a group's devices meet
+// between the stages of a call, and their streams wait for each other's events there: no kernel
+// waits for one that is not enqueued yet.
 #include "ffi/cuda_handlers.h"
 
 #include <atomic>
@@ -149,6 +150,22 @@ xffi::Error initialize(std::optional<Communicators> communicators, xffi::Diction
   return problem.empty() ? xffi::Error::Success() : failed(problem);
 }
 
+// Enqueues the stages of a call, in step with the other devices of the group in this process.
+template <typename Launch>
+cudaError_t in_stages(const cuda::PeerHeap& heap, double seconds, cudaStream_t stream,
+                      Launch launch) {
+  cudaError_t problem = cudaSuccess;
+  int point = 0;
+  for (const cuda::CallStage stage : cuda::kCallStages) {
+    if (problem == cudaSuccess) problem = launch(stage);
+    if (heap.meeting == nullptr || point == cuda::LocalMeeting::kPoints) continue;
+    // After a failure too: the others must not wait for us.
+    const cudaError_t e = heap.meeting->pass(heap.member, point++, stream, seconds);
+    if (problem == cudaSuccess) problem = e;
+  }
+  return problem;
+}
+
 template <typename Pass>
 xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicators,
                     xffi::RemainingArgs operands, xffi::RemainingRets results,
@@ -169,12 +186,9 @@ xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicat
     return error;
   for (int r = 0; r < call->facts.num_ranks; ++r) buffers.heaps[r] = heap->addresses[r];
   buffers.status = heap->status;
-  const auto meet = [&] {
-    if (heap->meeting != nullptr) heap->meeting->meet(call->facts.start_timeout_seconds);
-  };
-  meet();
-  e = Pass::launch(call->facts, heap->rank, buffers, stream, call->hooks);
-  meet();
+  e = in_stages(*heap, call->facts.start_timeout_seconds, stream, [&](cuda::CallStage stage) {
+    return Pass::launch(stage, call->facts, heap->rank, buffers, stream, call->hooks);
+  });
   if (e == cudaSuccess) {
     num_launches<Pass>.fetch_add(1, std::memory_order_relaxed);
     return xffi::Error::Success();

@@ -8,6 +8,7 @@ Both raise `Unavailable` where they cannot run.
 import dataclasses
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 
 import jax
@@ -72,6 +73,8 @@ def tokamax(setting: Setting) -> Layer:
         raise Unavailable("tokamax has no kernels for a CPU")
     import tokamax as library
 
+    # It warns about each product that it has no tuned setting for, at great length.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     return sorted_rows(setting, functools.partial(library.ragged_dot, implementation="mosaic"))
 
 
@@ -125,11 +128,11 @@ LAYERS = {
     "tokamax": tokamax,
     "tokamax[tuned]": tokamax_tuned,
 }
-CHOICES = ("jax_mok", "xla", "tokamax", "torch")
+CHOICES = ("jax_mok", "xla", "tokamax", "torch")  # each in all ways in which it can be set
 
 
 def expand(names, *, backward: bool) -> list[str]:
-    """The candidates behind the names on the command line: all ways in which one can be set."""
+    """The candidates behind the names on the command line; a name with [...] is one way of it."""
     ways = {"tokamax": ["tokamax", "tokamax[tuned]"]}
     if backward:
         ways["jax_mok"] = ["jax_mok[save]", "jax_mok[recompute]"]

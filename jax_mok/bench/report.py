@@ -130,13 +130,17 @@ def _bars(plt, problems, *_):
     for axis, problem in zip(axes[0], problems):
         times = {row["candidate"]: row["ms"] for row in problem["rows"] if "ms" in row}
         axis.bar(names, [times.get(name, 0) for name in names], color=_colors(names))
+        # A bar that would make all others invisible goes out of the picture.
+        top = max(ms for ms in times.values() if ms <= 10 * min(times.values()))
+        axis.set_ylim(0, 1.15 * top)
         for x, name in enumerate(names):
+            beyond = times.get(name, 0) > top
             text = f"{times[name]:.3g}" if name in times else "not run"
-            axis.text(x, times.get(name, 0), text, ha="center", va="bottom", fontsize=8)
+            height = 1.06 * top if beyond else times.get(name, 0)
+            axis.text(x, height, text + " ↑" * beyond, ha="center", va="bottom", fontsize=8)
         axis.axhline(problem["floor_ms"], color="C3", linewidth=1, linestyle="--")
         axis.set_title(problem["title"].replace("; ", "\n"), fontsize=7)
         axis.set_ylabel("ms")
-        axis.margins(y=0.15)
         axis.tick_params(axis="x", labelrotation=20)
     return figure
 

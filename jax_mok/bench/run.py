@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--latency", action="store_true", help="calls with few tokens, and what the links carry"
     )
     parser.add_argument(
-        "--candidates", nargs="+", choices=candidates.CHOICES, default=list(candidates.CHOICES)
+        "--candidates",
+        nargs="+",
+        choices=dict.fromkeys((*candidates.CHOICES, *candidates.LAYERS)),
+        default=list(candidates.CHOICES),
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each round and candidate")

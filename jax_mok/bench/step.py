@@ -4,6 +4,7 @@ Every candidate first trains from the same parameters: losses and gradients have
 benchmark fails. Then all take turns on one state.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
@@ -96,10 +97,11 @@ def measure(training: Training, args) -> dict:
     names = [n for n in args.candidates if n != "torch"]
     names = candidates.expand(names, backward=True)
     steps, rows, histories = {}, {}, {}
-    for name in [*names, WITHOUT]:
+    for name, compiled in _compile([*names, WITHOUT], training, batch).items():
         try:
-            steps[name], facts = _compile(name, training, batch)
-            histories[name] = _train(steps[name], training, batch)
+            if isinstance(compiled, Exception):
+                raise compiled
+            histories[name] = _train(compiled, training, batch)
             jax_mok.check_status()
         except candidates.Unavailable as e:
             rows[name] = {"candidate": name, "why_not": str(e)}
@@ -107,8 +109,8 @@ def measure(training: Training, args) -> dict:
             if candidates.is_ours(name) or name == WITHOUT:
                 raise
             rows[name] = {"candidate": name, "why_not": f"{type(e).__name__}: {str(e)[:200]}"}
-            steps.pop(name, None)
         else:
+            steps[name], facts = compiled, timing.memory_of(compiled)
             rows[name] = {"candidate": name, **facts, "losses": histories[name][0]}
             print(f"{name}: {facts}; losses {histories[name][0]}", flush=True)
 
@@ -145,24 +147,39 @@ def measure(training: Training, args) -> dict:
     }
 
 
-def _compile(name: str, training: Training, batch):
-    """(compiled step, seconds it took and memory it needs)."""
-    if name == WITHOUT:
-        experts = no_experts
-    else:
-        setting = candidates.Setting(
-            training.mesh, training.stack.shape.num_experts, training.stack.dtype
-        )
-        experts = candidates.LAYERS[name](setting)
-    began = time.perf_counter()
+def _compile(names, training: Training, batch) -> dict:
+    """The compiled step of each candidate, or the exception that it met."""
     state = jax.tree.map(
         lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
         jax.eval_shape(training.start),
         training.places,
     )
-    compiled = training.step(experts).lower(state, *batch).compile()
-    facts = {"compile_seconds": time.perf_counter() - began, **timing.memory_of(compiled)}
-    return compiled, facts
+    setting = candidates.Setting(
+        training.mesh, training.stack.shape.num_experts, training.stack.dtype
+    )
+    found: dict = {}
+    for name in names:
+        try:
+            experts = no_experts if name == WITHOUT else candidates.LAYERS[name](setting)
+            found[name] = training.step(experts).lower(state, *batch)
+        except Exception as e:
+            found[name] = e
+
+    def compile_one(name):
+        try:
+            found[name] = found[name].compile()
+        except Exception as e:
+            found[name] = e
+
+    todo = [name for name in names if not isinstance(found[name], Exception)]
+    # XLA searches for the fastest products on the GPU: alone, and once for all that candidates have
+    # in common. What is left to compile needs no search.
+    alone = [name for name in (WITHOUT, "xla") if name in todo]
+    for name in alone:
+        compile_one(name)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, [name for name in todo if name not in alone]))
+    return found
 
 
 def _train(step, training: Training, batch) -> tuple[list[float], list[float]]:

@@ -156,7 +156,11 @@ def test_calls_that_do_not_depend_on_each_other():
 
 
 def beside_collectives(case, mesh):
-    """Layers, sums and gathers that do not depend on each other, many of each, in one program."""
+    """Layers, sums and gathers that do not depend on each other, many of each, in one program.
+
+    XLA runs the last sum as a kernel of its own that spins for its peer, on a computation stream,
+    beside the last layers: a layer that held every multiprocessor until its own peer had come
+    would keep that peer from being heard."""
 
     def local(args, ids):
         x, total = args[0], jnp.zeros((), jnp.float32)
