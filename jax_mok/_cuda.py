@@ -1,7 +1,5 @@
-"""The fused implementation on NVIDIA GPUs: when it can run, the custom call, and its gradient.
-
-The forward is one custom call. There is no backward kernel yet: gradients are those of the
-plain-JAX implementation (`jax_mok.xla`), which computes the forward once more.
+"""The fused implementation on NVIDIA GPUs: when it can run, and its two custom calls as one
+differentiable function of local arrays, as `jax_mok._fused` is for the CPU engine.
 """
 
 import contextlib
@@ -16,11 +14,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compute_on import compute_on
 
-from jax_mok import _core, _topology, xla
-from jax_mok._fused import OUTPUT_NAME
+from jax_mok import _core, _topology
+from jax_mok._fused import OUTPUT_NAME, RESIDUAL_NAME
 from jax_mok.config import Activation, Config
 from jax_mok.errors import MokError
-from jax_mok.ffi import FORWARD_CUDA, Operands, result_like
+from jax_mok.ffi import BACKWARD_CUDA, FORWARD_CUDA, Operands, absent, result_like
 
 try:
     from jax_mok import _cuda_core as core
@@ -41,8 +39,6 @@ COLUMN_UNIT = 64  # the kernels take hidden and intermediate sizes in multiples 
 MULTIPROCESSORS = 132  # of a whole H100 or H200, where there is none to ask
 CALL_TIMEOUT_SECONDS = 60.0  # most that a wait takes once all ranks have come
 
-GRADIENT_NOTE = "gradients by plain JAX, there is no CUDA backward kernel yet"
-
 
 @dataclasses.dataclass(frozen=True)
 class Testing:
@@ -52,6 +48,7 @@ class Testing:
     ring_size: int = 0
     jitter_seed: int = 0
     absent_rank: int = -1
+    absent_in: tuple[str, ...] = ("forward", "backward")
     assume_hopper: bool = False
 
 
@@ -68,6 +65,7 @@ def testing(**options):
     ring_size: rows of the token ring.
     jitter_seed: not 0: random delays all over the kernel.
     absent_rank: this rank never comes.
+    absent_in: to the calls of which passes it does not come.
     assume_hopper: trace and lower for a Hopper GPU, whatever this machine has.
     """
     token = _testing.set(dataclasses.replace(_testing.get(), **options))
@@ -78,7 +76,7 @@ def testing(**options):
 
 
 def register() -> None:
-    """Registers the custom call; starts no backend and needs no GPU."""
+    """Registers the custom calls; starts no backend and needs no GPU."""
     if core is None:
         return
     for name, stages in core.handlers().items():
@@ -171,14 +169,22 @@ class Spec:
     config: Config
     testing: Testing
     multiprocessors: int
-    # For the gradient:
-    expert_axes: tuple[str, ...]
-    all_axes: tuple[str, ...]
 
-    def facts(self, ids: jax.Array, ops: Operands) -> dict[str, Any]:
-        """What csrc/ffi/cuda_facts.h reads, of a call with these operands."""
+    def forward_facts(self, ids: jax.Array, ops: Operands, *, save: bool) -> dict[str, Any]:
+        """What `read_facts` in csrc/ffi/cuda_facts.h reads, of a call with these operands."""
+        return self._facts("forward", self.config.fwd_num_comm_sms, ids, ops, save)
+
+    def backward_facts(
+        self, ids: jax.Array, ops: Operands, *, save: bool, float32_weight_grads: bool
+    ) -> dict[str, Any]:
+        """What `read_backward_facts` there reads."""
+        facts = self._facts("backward", self.config.bwd_num_comm_sms, ids, ops, save)
+        return {**facts, "float32_weight_grads": np.int64(float32_weight_grads)}
+
+    def _facts(self, which, num_comm_sms, ids, ops: Operands, save) -> dict[str, Any]:
         virtual = self.testing.virtual_ranks
         config, act = self.config, self.activation
+        absent_rank = self.testing.absent_rank if which in self.testing.absent_in else -1
         integers = {
             "num_ranks": self.num_ranks * virtual,
             "num_virtual_ranks": virtual,
@@ -190,13 +196,14 @@ class Spec:
             "has_biases": ops.biases is not None,
             "shared_intermediate": 0 if ops.shared is None else ops.shared[0].shape[1],
             "has_shared_gate": ops.shared_gate is not None,
-            "num_comm_sms": config.fwd_num_comm_sms or 0,
+            "save": save,
+            "num_comm_sms": num_comm_sms or 0,
             "minibatch_size": config.minibatch_size or 0,
             "macrobatch_size": config.macrobatch_size or 0,
             "ring_size": self.testing.ring_size,
             "activation": act.number,
             "jitter_seed": self.testing.jitter_seed,
-            "absent_rank": self.testing.absent_rank,
+            "absent_rank": absent_rank,
         }
         reals = {
             "alpha": act.alpha,
@@ -238,63 +245,129 @@ def moe(
         config=config,
         testing=options,
         multiprocessors=MULTIPROCESSORS if options.assume_hopper else _multiprocessors(),
-        expert_axes=topology.expert_axes,
-        all_axes=topology.all_axes,
     )
     return _differentiable(spec, ids, ops)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(spec: Spec, ids: jax.Array, ops: Operands) -> jax.Array:
-    return _forward_call(spec, ids, ops.with_weights_as_x())
+    return _forward_call(spec, ids, ops, save=False)[0]
 
 
 def _forward(spec, ids, ops):
-    y = _forward_call(spec, ids, ops.with_weights_as_x())
-    return checkpoint_name(y, OUTPUT_NAME), (ids, ops)
+    save = spec.config.residuals == "save"
+    y, saved = _forward_call(spec, ids, ops, save=save)
+    y = checkpoint_name(y, OUTPUT_NAME)
+    saved = tuple(checkpoint_name(s, RESIDUAL_NAME) for s in saved) if save else None
+    return y, (ids, ops, saved)
 
 
 def _backward(spec, residuals, dy):
-    ids, ops = residuals
-    plain = functools.partial(
-        xla.moe,
-        ids,
-        activation=spec.activation,
-        expert_axes=spec.expert_axes,
-        manual_axes=spec.all_axes,
-        num_experts=spec.num_experts,
-        platform="gpu",
-    )
-    _, vjp = jax.vjp(plain, ops)
-    return None, vjp(dy)[0]
+    ids, ops, saved = residuals
+    return None, _backward_call(spec, dy, ids, ops, saved)
 
 
 _differentiable.defvjp(_forward, _backward)
 
 
-def _forward_call(spec: Spec, ids: jax.Array, ops: Operands) -> jax.Array:
-    hidden = ops.x.shape[1]
-    ops = _padded(ops)
-    facts = spec.facts(ids, ops)
-    problem = core.check(facts)
+def _forward_call(spec: Spec, ids: jax.Array, ops: Operands, *, save: bool):
+    """y [T, H], and what the forward leaves for the backward: the dispatched tokens and gate|up of
+    its last macrobatch (bfloat16 [rows, H] and [rows, 2I], H and I padded), or two scalars."""
+    shape = ops.x.shape
+    ops = _padded(ops.with_weights_as_x())
+    facts = spec.forward_facts(ids, ops, save=save)
+    _require(core.check(facts))
+    rows = core.saved_rows(facts) * spec.testing.virtual_ranks
+    widths = (ops.x.shape[1], 2 * ops.w_gate.shape[2])
+
+    def results(like):
+        types = [result_like(ops.x.shape, like.dtype, like)]
+        for width in widths:
+            types.append(result_like((rows, width) if save else (), like.dtype, like))
+        return types
+
+    workspace = core.workspace_bytes(facts, spec.multiprocessors)
+    y, *saved = _call(spec, FORWARD_CUDA, facts, workspace, results, _operands, ids, ops)
+    return _cut(y, shape), tuple(saved)
+
+
+def _backward_call(spec: Spec, dy: jax.Array, ids: jax.Array, ops: Operands, saved) -> Operands:
+    """Gradients of `ops`; `saved`: what the forward left, or None."""
+    given = ops
+    weight_grad_dtype = ops.w_gate.dtype
+    ops = _padded(ops.with_weights_as_x())
+    dy = _pad(dy, ops.x.shape)
+    facts = spec.backward_facts(
+        ids, ops, save=saved is not None, float32_weight_grads=weight_grad_dtype == jnp.float32
+    )
+    _require(core.check_backward(facts))
+    # Every virtual rank has its own gradients of the shared experts, as every device has.
+    ranks = spec.testing.virtual_ranks
+    apart = ops
+    if ranks > 1 and ops.shared is not None:
+        stacked = lambda a: jax.ShapeDtypeStruct((ranks, *a.shape), a.dtype)
+        apart = dataclasses.replace(ops, shared=tuple(map(stacked, ops.shared)))
+
+    def operands(dy, ids, ops, saved):
+        return (dy, *_operands(ids, ops), *(saved or (absent(dy.dtype), absent(dy.dtype))))
+
+    workspace = core.backward_workspace_bytes(facts, spec.multiprocessors)
+    results = functools.partial(apart.gradient_types, weight_grad_dtype)
+    arguments = (dy, ids, ops, saved)
+    grads = _call(spec, BACKWARD_CUDA, facts, workspace, results, operands, *arguments)
+    grads = apart.gradients(grads)
+    if apart is not ops:
+        total = lambda g: g.astype(jnp.float32).sum(0).astype(g.dtype)
+        grads = dataclasses.replace(grads, shared=tuple(map(total, grads.shared)))
+    return jax.tree.map(lambda g, a: _cut(g, a.shape), grads, given)
+
+
+def _operands(ids: jax.Array, ops: Operands) -> tuple[jax.Array, ...]:
+    """Those that both calls take, in the order of the handlers."""
+    routed = (ops.x, ids, ops.expert_weights, ops.w_gate, ops.w_up, ops.w_down)
+    return (*routed, *ops.optional())
+
+
+def _require(problem: str) -> None:
     if problem:
         raise ValueError(f"jax_mok.moe cannot run on this GPU: {problem}.")
-    workspace = core.workspace_bytes(facts, spec.multiprocessors)
+
+
+def _call(
+    spec: Spec, target: str, facts, workspace: int, results, operands, *arguments
+) -> list[jax.Array]:
+    """Results of a custom call on the stream of the collectives.
+
+    workspace: bytes of scratch memory that the call gets from XLA's own pool.
+    results: types, for an operand that says over which mesh axes they vary.
+    operands: of the custom call, for `arguments`. The absent ones are made on that stream: outside,
+      autodiff would carry them through loops.
+    """
     places = [i for group in spec.groups for i in group] or [0]
     attributes = {**facts, "groups": np.asarray(places, np.int64)}
 
-    def call(x, *others):
-        results = [
-            result_like(x.shape, x.dtype, x),
-            result_like((workspace,), jnp.uint8, x),  # scratch memory from XLA's own pool
-        ]
-        run = jax.ffi.ffi_call(FORWARD_CUDA, results, vmap_method="sequential")
-        return run(x, *others, **attributes)[0]
+    def call(*arguments):
+        given = operands(*arguments)
+        types = [*results(given[0]), result_like((workspace,), jnp.uint8, given[0])]
+        run = jax.ffi.ffi_call(target, types, vmap_method="sequential")
+        return run(*given, **attributes)[:-1]
 
     on_stream = compute_on(call, compute_type=STREAM, out_memory_spaces=jax.memory.Space.Device)
-    routed = (ops.x, ids, ops.expert_weights, ops.w_gate, ops.w_up, ops.w_down)
-    y = on_stream(*routed, *ops.optional())
-    return y if y.shape[1] == hidden else y[:, :hidden]
+    return on_stream(*arguments)
+
+
+def _pad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`array` with zeros behind it in every dim, up to `shape`."""
+    if array.shape == shape:
+        return array
+    return jnp.pad(array, [(0, want - have) for have, want in zip(array.shape, shape)])
+
+
+def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_pad`."""
+    if array.shape == shape:
+        return array
+    return jax.lax.slice(array, (0,) * array.ndim, shape)
 
 
 def _padded(ops: Operands) -> Operands:
@@ -303,31 +376,36 @@ def _padded(ops: Operands) -> Operands:
     Zero columns of the hidden layer stay zero through every activation, and zero rows of w_down
     would ignore them anyway.
     """
-    more = lambda size: -size % COLUMN_UNIT
-    h, i = more(ops.x.shape[1]), more(ops.w_gate.shape[2])
-    s = more(ops.shared[0].shape[1]) if ops.shared is not None else 0
-    if h == i == s == 0:
+    up = lambda size: size + -size % COLUMN_UNIT
+    e, h, i = ops.w_gate.shape
+    s = ops.shared[0].shape[1] if ops.shared is not None else 0
+    if (h, i, s) == (up(h), up(i), up(s)):
         return ops
-
-    def pad(array, *widths):
-        widths = [(0, 0)] * (array.ndim - len(widths)) + [(0, w) for w in widths]
-        return jnp.pad(array, widths) if any(w for _, w in widths) else array
-
+    h, i, s = up(h), up(i), up(s)
+    pad_all = lambda arrays, *shapes: arrays and tuple(map(_pad, arrays, shapes))
     return dataclasses.replace(
         ops,
-        x=pad(ops.x, h),
-        w_gate=pad(ops.w_gate, h, i),
-        w_up=pad(ops.w_up, h, i),
-        w_down=pad(ops.w_down, i, h),
-        biases=ops.biases and tuple(pad(b, w) for b, w in zip(ops.biases, (i, i, h))),
-        shared=ops.shared
-        and (pad(ops.shared[0], h, s), pad(ops.shared[1], h, s), pad(ops.shared[2], s, h)),
+        x=_pad(ops.x, (ops.x.shape[0], h)),
+        w_gate=_pad(ops.w_gate, (e, h, i)),
+        w_up=_pad(ops.w_up, (e, h, i)),
+        w_down=_pad(ops.w_down, (e, i, h)),
+        biases=pad_all(ops.biases, (e, i), (e, i), (e, h)),
+        shared=pad_all(ops.shared, (h, s), (h, s), (s, h)),
     )
 
 
 # What the kernels report: codes and phases as in csrc/cuda/forward.h.
 _TIMEOUT, _PEER_FAULT, _ID_OUT_OF_RANGE, _ID_REPEATED = 1, 2, 3, 4
-_PHASES = ("start", "dispatch", "gate_up", "down", "combine")
+_PHASES = (
+    "start",
+    "dispatch",
+    "gate_up",
+    "down",
+    "combine",
+    "grad_hidden",
+    "grad_input",
+    "grad_weight",
+)
 
 
 def check_status() -> None:
@@ -337,7 +415,7 @@ def check_status() -> None:
         return
     # What a peer reports is only the echo of another fault.
     faults.sort(key=lambda f: (f["code"] == _PEER_FAULT, f["rank"]))
-    raise MokError("jax_mok.moe failed on the GPU, and its output is NaN: " + _words(faults))
+    raise MokError("jax_mok.moe failed on the GPU, and its results are NaN: " + _words(faults))
 
 
 def _words(faults) -> str:
@@ -376,6 +454,8 @@ def heaps() -> list[dict[str, int]]:
     return core.heaps() if core is not None else []
 
 
-def num_calls() -> int:
-    """Forward calls of this process's GPUs, replays of command buffers included."""
-    return sum(heap["calls"] for heap in heaps())
+def call_counts() -> dict[str, int]:
+    """Calls that were launched on this process's GPUs, by pass."""
+    if core is None:
+        return {"forward": 0, "backward": 0}
+    return {"forward": core.forward_calls(), "backward": core.backward_calls()}

@@ -45,9 +45,9 @@ class Config:
       macrobatch_size: rows of the ring buffer: what is dispatched, computed and returned before
         the ring is used again; rounded up to the row tile. It bounds the memory of a call, whatever
         the routing.
-      residuals: "save" keeps the gate and up projections of the last macrobatch for the backward
-        pass, which recomputes the rest; "recompute" keeps nothing but the arguments. Both give the
-        same bits.
+      residuals: "save" keeps the gate and up projections of the last macrobatch (on a GPU its
+        dispatched tokens too) for the backward pass, which recomputes the rest; "recompute" keeps
+        nothing but the arguments. Both give the same bits.
       timeout_seconds: GPU only: how long a rank waits inside the kernel for another before all of
         them give up with `MokError`.
       weight_grad_dtype: dtype of the expert weights' gradients: None = that of the weights, or

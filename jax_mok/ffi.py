@@ -21,6 +21,7 @@ FORWARD = "jax_mok_forward"
 BACKWARD = "jax_mok_backward"
 CHECK = "jax_mok_check"
 FORWARD_CUDA = "jax_mok_forward_cuda"
+BACKWARD_CUDA = "jax_mok_backward_cuda"
 
 _register_lock = threading.Lock()
 
@@ -73,7 +74,7 @@ def disabled_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
     """
     return [
         jax.export.DisabledSafetyCheck.custom_call(n)
-        for n in (FORWARD, BACKWARD, CHECK, FORWARD_CUDA)
+        for n in (FORWARD, BACKWARD, CHECK, FORWARD_CUDA, BACKWARD_CUDA)
     ]
 
 
@@ -121,14 +122,15 @@ def result_like(shape, dtype, like) -> jax.ShapeDtypeStruct:
     )
 
 
-def absent(dtype) -> jax.Array:
+def absent(dtype) -> np.ndarray:
     """Stands for an optional operand that is not there: a scalar, where all others have dims.
 
     Not an empty array: autodiff may carry it over the edge of a shard_map, and jaxlib 0.11.2
     crashes while it compiles one with empty inputs. Absent results are scalars too; they hold
-    nothing.
+    nothing. NumPy's, so that it is a literal of the call: autodiff would move an operation that
+    makes it out of loops, and out of the function that runs on another stream.
     """
-    return jnp.zeros((), dtype)
+    return np.zeros((), dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -156,13 +158,37 @@ class Operands:
         cast = {n: getattr(self, n).astype(self.x.dtype) for n in ("w_gate", "w_up", "w_down")}
         return dataclasses.replace(self, **cast)
 
-    def optional(self) -> list[jax.Array]:
+    def optional(self) -> list[jax.Array | np.ndarray]:
         """The optional operands in the order of the handlers, absent ones as scalars."""
         none = (None, None, None)
         arrays = [*(self.biases or none), *(self.shared or none)]
         arrays = [absent(self.x.dtype) if a is None else a for a in arrays]
         gate = absent(jnp.float32) if self.shared_gate is None else self.shared_gate
         return [*arrays, gate]
+
+    def gradient_types(self, weight_grad_dtype, like) -> list[jax.ShapeDtypeStruct]:
+        """Results of a backward call in the order of the handlers; see `result_like`."""
+        weights = (self.w_gate, self.w_up, self.w_down)
+        return [
+            result_like(self.x.shape, self.x.dtype, like),
+            result_like(self.expert_weights.shape, jnp.float32, like),
+            *(result_like(w.shape, weight_grad_dtype, like) for w in weights),
+            *(result_like(a.shape, a.dtype, like) for a in self.optional()),
+        ]
+
+    def gradients(self, results) -> "Operands":
+        """The gradients of these operands among the results of a backward call."""
+        dx, d_expert_weights, dw_gate, dw_up, dw_down, *rest = results
+        return Operands(
+            dx,
+            d_expert_weights,
+            dw_gate,
+            dw_up,
+            dw_down,
+            tuple(rest[:3]) if self.biases is not None else None,
+            tuple(rest[3:6]) if self.shared is not None else None,
+            rest[6] if self.shared_gate is not None else None,
+        )
 
 
 def forward(spec: CallSpec, topology, ids, ops: Operands, *, save: bool):
@@ -182,14 +208,7 @@ def backward(
     spec: CallSpec, topology, dy, ids, ops: Operands, saved, *, weight_grad_dtype
 ) -> Operands:
     """Gradients of every operand; those of the routed experts' weights in `weight_grad_dtype`."""
-    optional = ops.optional()
-    weights = (ops.w_gate, ops.w_up, ops.w_down)
-    results = [
-        result_like(ops.x.shape, ops.x.dtype, ops.x),
-        result_like(ops.expert_weights.shape, jnp.float32, ops.x),
-        *(result_like(w.shape, weight_grad_dtype, ops.x) for w in weights),
-        *(result_like(a.shape, a.dtype, ops.x) for a in optional),
-    ]
+    results = ops.gradient_types(weight_grad_dtype, ops.x)
     call = jax.ffi.ffi_call(BACKWARD, results, vmap_method="sequential")
     grads = call(
         topology,
@@ -197,22 +216,14 @@ def backward(
         ops.x,
         ids,
         ops.expert_weights,
-        *weights,
-        *optional,
+        ops.w_gate,
+        ops.w_up,
+        ops.w_down,
+        *ops.optional(),
         absent(jnp.float32) if saved is None else saved,
         **spec.attributes(save=saved is not None),
     )
-    dx, d_expert_weights, dw_gate, dw_up, dw_down, *rest = grads
-    return Operands(
-        dx,
-        d_expert_weights,
-        dw_gate,
-        dw_up,
-        dw_down,
-        tuple(rest[:3]) if ops.biases is not None else None,
-        tuple(rest[3:6]) if ops.shared is not None else None,
-        rest[6] if ops.shared_gate is not None else None,
-    )
+    return ops.gradients(grads)
 
 
 def check(flag: jax.Array) -> jax.Array:

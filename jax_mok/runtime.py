@@ -44,8 +44,7 @@ def choose(
         if not why and implementation is None and topology.num_ranks > 1:
             return "xla", SEVERAL_GPUS_NOTE
         if not why:
-            can = "asked for" if implementation else "the GPUs can run it"
-            return "fused", f"{can}; {_cuda.GRADIENT_NOTE}"
+            return "fused", "asked for" if implementation else "the GPUs can run it"
     elif platform not in FUSED_PLATFORMS:
         why = f"there is no fused implementation for platform {platform!r} in this build"
     elif topology.experts_in_one_process() is False:
@@ -76,8 +75,7 @@ def implementation_used(
         bfloat16 only.
       mesh, expert_axis, implementation: as for `moe`.
 
-    `moe` also logs what it picks, and why, at level INFO of the logger "jax_mok", once a trace. On
-    GPUs "fused" is the forward; gradients are those of the plain-JAX implementation for now.
+    `moe` also logs what it picks, and why, at level INFO of the logger "jax_mok", once a trace.
     """
     dtype = arrays[0].dtype if arrays else None
     top_k = arrays[1].shape[-1] if len(arrays) > 1 else None
@@ -88,8 +86,8 @@ def check_status() -> None:
     """Raises `MokError` if a call on a GPU of this process has failed since this was last asked.
 
     It looks at calls that have finished and waits for none: see `synchronize`. Such a call made its
-    output NaN; the calls after it work. The message names the rank, the phase, and what was waited
-    for, or the wrong expert id.
+    results NaN: y, or all gradients of its rank. The calls after it work. The message names the
+    rank, the phase, and what was waited for, or the wrong expert id.
     """
     _cuda.check_status()
 
@@ -131,9 +129,10 @@ def call_counts() -> dict[str, int]:
     {"forward": …, "backward": …}: to see, for instance, how often a remat policy repeats a layer.
     Wait for the results (`jax.block_until_ready`) before you read it.
     """
+    gpu = _cuda.call_counts()
     return {
-        "forward": _core.forward_calls() + _cuda.num_calls(),
-        "backward": _core.backward_calls(),
+        "forward": _core.forward_calls() + gpu["forward"],
+        "backward": _core.backward_calls() + gpu["backward"],
     }
 
 

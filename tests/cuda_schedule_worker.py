@@ -1,13 +1,15 @@
-"""Compiles programs for two H200s, on a machine that needs none. Arguments: FOLDER FLAGS.
+"""Compiles programs for two H200s, on a machine that needs none. Arguments: WHAT FOLDER FLAGS.
 
-Leaves in FOLDER, for every program, the order in which XLA issues its operations, and on which
-streams.
+WHAT = schedule: leaves in FOLDER, for every program, the order in which XLA issues its operations,
+and on which streams. WHAT = memory: prints, as JSON, the bytes that a program needs beside its
+arguments and results with residuals saved and with residuals computed again.
 """
 
+import json
 import os
 import sys
 
-folder, flags = sys.argv[1:]
+what, folder, flags = sys.argv[1:]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     f"--xla_gpu_autotune_level=0 --xla_dump_to={folder} --xla_dump_hlo_as_text {flags}"
@@ -21,6 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_mok
 from jax_mok import _cuda
 
 H200 = """
@@ -96,8 +99,34 @@ def training(dense, args, ids):
     return jax.value_and_grad(loss)(dense, args)
 
 
+def stack(args, ids, config):
+    """Gradients of eight layers in a scan, each of which keeps its residuals."""
+
+    def loss(args):
+        layer = lambda x, _: (
+            x + case.call((x, *args[1:]), ids=ids, implementation="fused", config=config),
+            None,
+        )
+        y, _ = jax.lax.scan(layer, args[0], None, length=8)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    return jax.value_and_grad(loss)(args)
+
+
+def compiled(function, *operands):
+    traced = jax.jit(function).trace(*operands)
+    return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
 dense = shapes([jnp.zeros((512, 512), jnp.bfloat16)] * 3, P("expert"))
 with _cuda.testing(assume_hopper=True):
-    for function, operands in ((independent, (args, ids)), (training, (dense, args, ids))):
-        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
-        lowered.compile()
+    if what == "schedule":
+        compiled(independent, args, ids)
+        compiled(training, dense, args, ids)
+    else:
+        sizes = {}
+        for residuals in ("save", "recompute"):
+            config = jax_mok.Config(residuals=residuals, macrobatch_size=1024)
+            program = compiled(lambda a, i, c=config: stack(a, i, c), args, ids)
+            sizes[residuals] = program.memory_analysis().temp_size_in_bytes
+        print(json.dumps(sizes))

@@ -23,6 +23,9 @@ CASES = {
     "skewed": dict(tokens=(160,), top_k=2, experts=[1, 2, 3]),
     "odd widths": dict(tokens=(8, 20), hidden=37, intermediate=29),
     "wide": dict(tokens=(80,), hidden=264, intermediate=136, num_experts=8, top_k=2),
+    # Experts of three row tiles in macrobatches of five: some begin and end with a cut one.
+    "cut": dict(tokens=(1280,), num_experts=16, top_k=2, biases=True),
+    "cut, bfloat16": dict(tokens=(1280,), num_experts=16, top_k=2, dtype=jnp.bfloat16, biases=True),
 }
 
 

@@ -66,18 +66,16 @@ void clear(Array array, int64_t count) {
   if (array) std::memset(array.data, 0, count * byte_width(array.dtype));
 }
 
-}  // namespace
-
-void add_weight_gradients(const LayerShape& shape, const BackwardBuffers& rank, const Batch& batch,
-                          const GradientRings& rings, const OpenSums& open) {
-  if (batch.segments.empty()) return;
+// `count` segments of a batch, of which at most one uses `open`.
+void add_segments(const LayerShape& shape, const BackwardBuffers& rank, const Segment* segments,
+                  int64_t count, const GradientRings& rings, const OpenSums& open) {
   const int64_t hidden = shape.hidden;
-  const int64_t inner = inner_size(shape, batch.segments.front().piece.expert);
+  const int64_t inner = inner_size(shape, segments->piece.expert);
   const int64_t inner_panels = num_panels(inner), hidden_panels = num_panels(hidden);
   const int64_t tasks = 2 * inner_panels + hidden_panels;
 
-  parallel_for(static_cast<int64_t>(batch.segments.size()) * tasks, [&](int64_t index) {
-    const Segment& segment = batch.segments[index / tasks];
+  parallel_for(count * tasks, [&](int64_t index) {
+    const Segment& segment = segments[index / tasks];
     const int64_t task = index % tasks;
     const int64_t row = segment.piece.ring_row;
     const FfnGradients out = network_gradients(shape, rank, segment.piece.expert);
@@ -100,13 +98,12 @@ void add_weight_gradients(const LayerShape& shape, const BackwardBuffers& rank, 
     }
   });
 
-  parallel_for(static_cast<int64_t>(batch.segments.size()), [&](int64_t index) {
-    const Segment& segment = batch.segments[index];
+  parallel_for(count, [&](int64_t index) {
+    const Segment& segment = segments[index];
     const int64_t row = segment.piece.ring_row;
     const FfnGradients out = network_gradients(shape, rank, segment.piece.expert);
     if (!out.gate_bias && !out.down_bias) return;
-    // A segment that is the whole of its expert sums in scratch of its own: only the one expert
-    // that is cut may use `open`.
+    // A segment that is the whole of its expert sums in scratch of its own.
     const bool whole = segment.starts_sum && segment.ends_sum;
     float* const sums = whole ? thread_scratch(2 * inner + hidden) : open.biases;
     const auto once = [](int64_t) { return 1.0f; };
@@ -118,6 +115,21 @@ void add_weight_gradients(const LayerShape& shape, const BackwardBuffers& rank, 
                       sums + 2 * inner, out.down_bias,
                       [&](int64_t i) { return rings.row_weights[row + i]; });
   });
+}
+
+}  // namespace
+
+void add_weight_gradients(const LayerShape& shape, const BackwardBuffers& rank, const Batch& batch,
+                          const GradientRings& rings, const OpenSums& open) {
+  if (batch.segments.empty()) return;
+  const Segment* const segments = batch.segments.data();
+  const int64_t count = static_cast<int64_t>(batch.segments.size());
+  const Segment &first = segments[0], &last = segments[count - 1];
+  // A macrobatch may cut two experts: the sum that the one before it in the walk left open is
+  // finished first, then another may be left there.
+  const bool finish_first = count > 1 && !last.starts_sum && !first.ends_sum;
+  if (finish_first) add_segments(shape, rank, &last, 1, rings, open);
+  add_segments(shape, rank, segments, finish_first ? count - 1 : count, rings, open);
 }
 
 void clear_unused_gradients(const LayerShape& shape, const BackwardBuffers& rank,

@@ -17,8 +17,8 @@ struct GradientRings {
   int64_t hidden_stride, inner_stride;
 };
 
-// Sums of the one expert that is cut by a macrobatch border, where its gradients are not float32
-// and so cannot hold them. Routed and shared experts use it one after the other.
+// Sums of the expert that the macrobatch border cuts, where its gradients are not float32 and so
+// cannot hold them. Routed and shared experts use it one after the other.
 struct OpenSums {
   float *gate, *up, *down;  // [H, I], [H, I], [I, H]; null where not needed
   float* biases;            // [2 I + H]

@@ -57,8 +57,9 @@ std::string check_backward(const BackwardFacts& facts);
 size_t backward_workspace_bytes(const BackwardFacts& facts, int num_sms);
 size_t backward_heap_bytes(const BackwardFacts& facts);
 
-// Enqueues one call. A rank with a fault fills all its gradients with NaN.
-cudaError_t launch_backward(const BackwardFacts& facts, int rank, const BackwardBuffers& buffers,
-                            cudaStream_t stream, const TestHooks& hooks = {});
+// Enqueues a stage of a call. A rank with a fault fills all its gradients with NaN.
+cudaError_t launch_backward(CallStage stage, const BackwardFacts& facts, int rank,
+                            const BackwardBuffers& buffers, cudaStream_t stream,
+                            const TestHooks& hooks = {});
 
 }  // namespace jax_mok::cuda

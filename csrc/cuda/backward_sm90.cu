@@ -309,12 +309,12 @@ MOK_DEVICE void fail_all(const BackwardParams& p, int v, const Share& share) {
 MOK_DEVICE void end(const BackwardParams& p, AbortWord cta_abort, volatile uint32_t* verdict) {
   const int v = block_index() / p.geometry.ctas_per_rank;
   const int cta = block_index() % p.geometry.ctas_per_rank;
-  const bool good = finish(p, make_watch(p, v, cta_abort), v, cta, verdict);
+  const Outcome outcome = finish(p, make_watch(p, v, cta_abort), cta, verdict);
   const Share share = share_of(p.geometry, cta);
-  if (good) {
+  if (outcome == Outcome::kSum) {
     sum_all_slots(p, v, share, nullptr, nullptr, p.dx);
     sum_expert_weights(p, v, share);
-  } else {
+  } else if (outcome == Outcome::kFail) {
     fail_all(p, v, share);
   }
 }
@@ -345,11 +345,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
   __syncthreads();
   const AbortWord cta_abort(&words.cta_abort);
-  const bool given_up = cta_abort.raised();
+  const bool given_up = cta_abort.raised() || p.part == Part::kSum;
   __syncthreads();  // from here on a role may raise the word
 
   if (given_up) {
-    // fall through to the end, which writes NaN
+    // fall through to the end, which writes NaN if the call has failed
   } else if (!computes) {
     const int comm_ctas = g.comm_ctas_per_rank;
     const Watch watch = make_watch(p, v, cta_abort);

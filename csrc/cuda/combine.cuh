@@ -1,35 +1,43 @@
 // The end of a call: the ranks meet once all results are pushed, then every rank sums the slots of
-// its tokens, in slot order and in fp32.
+// its tokens, in slot order and in fp32. With peers on other GPUs these are three launches: see
+// Part.
 #pragma once
 
 #include "cuda/faults.cuh"
 
 namespace jax_mok::cuda {
 
-// All threads of the rank's first CTA. Decides for the whole rank whether the sum may be formed, so
-// that a rank's output is either all there or all NaN.
-__device__ inline void meet_peers(const CallParams& p, const Watch& watch, int v) {
-  const int num_ranks = p.geometry.shape.num_ranks;
-  HeapControl* own = p.heap_control(watch.rank);
-  if (thread_index() == 0)
+// Both by all threads of one CTA, at least as many as ranks.
+//
+// Once all CTAs are done: tells the peers that all results for them are pushed, or that the call
+// has failed here. Returns which.
+__device__ inline bool tell_peers(const CallParams& p, const Watch& watch) {
+  const int peer = thread_index();
+  if (peer == 0)
     wait_counter(watch, &watch.control->ctas_done, p.geometry.ctas_per_rank, FaultPhase::kCombine,
                  0, -1);
   __syncthreads();
-  bool good = load_acquire_gpu(&watch.control->abort) == 0;
-  good = __syncthreads_and(good);
+  const bool good = __syncthreads_and(load_acquire_gpu(&watch.control->abort) == 0);
   jitter(p, 0x20000);
-  const int peer = thread_index();
-  if (good) {
-    bool came = true;
-    if (peer < num_ranks) {
-      store_release_sys(&p.heap_control(peer)->pushed[watch.rank], watch.call);
-      came = wait_peer(watch, own, &own->pushed[peer], peer, FaultPhase::kCombine, p.timeout_ns);
-    }
-    good = __syncthreads_and(came);
+  if (peer < p.geometry.shape.num_ranks) {
+    HeapControl* heap = p.heap_control(peer);
+    store_release_sys(good ? &heap->pushed[watch.rank] : &heap->failed[watch.rank], watch.call);
   }
-  if (!good && peer < num_ranks)
-    store_release_sys(&p.heap_control(peer)->failed[watch.rank], watch.call);
-  if (thread_index() == 0) store_release_gpu(&watch.control->verdict, good ? kSum : kFail);
+  return good;
+}
+
+// `good`: what tell_peers said. Decides for the whole rank whether the sum may be formed, so that a
+// rank's output is either all there or all NaN.
+__device__ inline void hear_peers(const CallParams& p, const Watch& watch, bool good) {
+  const int num_ranks = p.geometry.shape.num_ranks, peer = thread_index();
+  if (good) {
+    const HeapControl* own = p.heap_control(watch.rank);
+    good = __syncthreads_and(peer >= num_ranks || wait_peer(watch, own, &own->pushed[peer], peer,
+                                                            FaultPhase::kCombine, p.timeout_ns));
+    if (!good && peer < num_ranks)
+      store_release_sys(&p.heap_control(peer)->failed[watch.rank], watch.call);
+  }
+  if (peer == 0) store_release_gpu(&watch.control->verdict, good ? kSum : kFail);
 }
 
 // Sums of 8 columns, in fp32.
@@ -119,21 +127,25 @@ MOK_DEVICE void fill_nan(void* to, int64_t bytes, const Share& share) {
     static_cast<uint32_t*>(to)[i] = 0x7fff7fffu;
 }
 
+enum class Outcome { kSum, kFail, kLater };
+
 // All threads of all CTAs of the rank, after their work: whether the ranks have agreed on sums.
 // `verdict` lies in shared memory.
-__device__ inline bool finish(const CallParams& p, const Watch& watch, int v, int cta,
-                              volatile uint32_t* verdict) {
+__device__ inline Outcome finish(const CallParams& p, const Watch& watch, int cta,
+                                 volatile uint32_t* verdict) {
   __syncthreads();
-  if (thread_index() == 0) add_release_sys(&watch.control->ctas_done, 1);
-  if (cta == 0) meet_peers(p, watch, v);
-  if (thread_index() == 0) {
+  const bool first = thread_index() == 0;
+  if (p.part != Part::kSum && first) add_release_sys(&watch.control->ctas_done, 1);
+  if (p.part == Part::kWork) return Outcome::kLater;
+  if (p.part == Part::kAll && cta == 0) hear_peers(p, watch, tell_peers(p, watch));
+  if (first) {
     // The first CTA always decides: its own waits are bounded.
     uint32_t decided;
     while ((decided = load_acquire_gpu(&watch.control->verdict)) == kPending) __nanosleep(40);
     *verdict = decided;
   }
   __syncthreads();
-  return *verdict == kSum;
+  return *verdict == kSum ? Outcome::kSum : Outcome::kFail;
 }
 
 }  // namespace jax_mok::cuda

@@ -2,8 +2,8 @@
 // Nothing here needs CUDA's device headers, and nothing allocates: the caller owns every buffer.
 //
 // Order of calls:  check -> prepare_module (once per device, before anything runs on it)
-//                  -> init_heap (once per heap) -> launch_forward (any number of times, in stream
-//                  order, by all ranks alike).
+//                  -> init_heap (once per heap) -> launch_forward, stage by stage (any number of
+//                  calls, in stream order, by all ranks alike).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -133,8 +133,16 @@ cudaError_t prepare_module();
 // Clears the control words of a fresh heap (one per rank). Peers must not have begun a call.
 cudaError_t init_heap(void* heap, cudaStream_t stream);
 
-// Enqueues one call. `rank` is this device's rank (0 with virtual ranks).
-cudaError_t launch_forward(const ForwardFacts& facts, int rank, const ForwardBuffers& buffers,
-                           cudaStream_t stream, const TestHooks& hooks = {});
+// The parts of a call, in stream order. What a rank enqueues in one of them waits, on the device,
+// only for what its peers enqueue in those before it: the ranks of a process can be kept in step by
+// events, and then nothing ever waits for work that is not enqueued yet. Where all ranks run in one
+// launch, kWork is the whole call after kPublish.
+enum class CallStage { kPublish, kWork, kSum };
+constexpr CallStage kCallStages[] = {CallStage::kPublish, CallStage::kWork, CallStage::kSum};
+
+// Enqueues a stage of a call. `rank` is this device's rank (0 with virtual ranks).
+cudaError_t launch_forward(CallStage stage, const ForwardFacts& facts, int rank,
+                           const ForwardBuffers& buffers, cudaStream_t stream,
+                           const TestHooks& hooks = {});
 
 }  // namespace jax_mok::cuda

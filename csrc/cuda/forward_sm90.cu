@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
   }
   __syncthreads();
-  const bool given_up = cta_abort != 0;
+  const bool given_up = cta_abort != 0 || p.part == Part::kSum;
   __syncthreads();  // from here on a role may raise the word
 
   if (given_up) {
-    // fall through to the combine, which writes NaN
+    // fall through to the combine, which writes NaN if the call has failed
   } else if (cta >= num_compute) {
     CommStorage& storage = *reinterpret_cast<CommStorage*>(aligned);
     const int comm_ctas = g.comm_ctas_per_rank;
@@ -172,12 +172,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
   }
   // Not kept from above: the consumers have no registers to spare.
-  const bool good = finish(p, make_watch(p, v, AbortWord(&cta_abort)), v, cta, &verdict);
+  const Outcome outcome = finish(p, make_watch(p, v, AbortWord(&cta_abort)), cta, &verdict);
   const Share share = share_of(g, cta);
   const int64_t y_bytes = g.shape.num_tokens * p.row_bytes();
-  if (good)
+  if (outcome == Outcome::kSum)
     sum_all_slots(p, v, share, p.expert_weights, p.s_scale, p.y);
-  else
+  else if (outcome == Outcome::kFail)
     fill_nan(static_cast<char*>(p.y) + v * y_bytes, y_bytes, share);
   // Loads that were under way when the call was given up must land before the CTA's memory goes.
   if (cta_abort != 0 && !given_up) __nanosleep(1000000);

@@ -6,6 +6,7 @@
 
 #include "cuda/backward_sm90.h"
 #include "cuda/forward_sm90.h"
+#include "cuda/meeting.h"
 #include "cuda/plan_kernels.h"
 
 namespace jax_mok::cuda {
@@ -175,6 +176,28 @@ cudaError_t launch_persistent(const void* kernel, const Geometry& g, int threads
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
+// A stage of either pass.
+template <typename Params, typename MakeMaps>
+cudaError_t launch_stage(CallStage stage, Params& p, MakeMaps make_maps, const void* kernel,
+                         int threads, int shared_bytes, int num_sms, cudaStream_t stream) {
+  if (stage == CallStage::kPublish) return launch_publish(p, num_sms, stream);
+  const bool has_peers = p.geometry.shape.num_ranks > p.geometry.num_virtual_ranks;
+  if (stage == CallStage::kWork) {
+    p.part = has_peers ? Part::kWork : Part::kAll;
+    if (!make_maps()) return cudaErrorInvalidValue;
+    if (has_peers)
+      if (cudaError_t e = launch_await(p, stream)) return e;
+    if (cudaError_t e = launch_plan(p, stream)) return e;
+  } else {
+    if (!has_peers) return cudaSuccess;
+    p.part = Part::kSum;
+    if (cudaError_t e = launch_hear(p, stream)) return e;
+  }
+  if (cudaError_t e = launch_persistent(kernel, p.geometry, threads, shared_bytes, &p, stream))
+    return e;
+  return p.part == Part::kWork ? launch_tell(p, stream) : cudaSuccess;
+}
+
 cudaError_t prepare_persistent(const void* kernel, int threads, int shared_bytes) {
   if (cudaError_t e =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
@@ -213,6 +236,7 @@ cudaError_t prepare_module() {
                                              kBackwardSharedBytes))
         return e;
   }
+  if (cudaError_t e = prepare_meetings()) return e;
   return prepare_plan_kernels();
 }
 
@@ -220,8 +244,9 @@ cudaError_t init_heap(void* heap, cudaStream_t stream) {
   return cudaMemsetAsync(heap, 0, sizeof(HeapControl), stream);
 }
 
-cudaError_t launch_forward(const ForwardFacts& facts, int rank, const ForwardBuffers& buffers,
-                           cudaStream_t stream, const TestHooks& hooks) {
+cudaError_t launch_forward(CallStage stage, const ForwardFacts& facts, int rank,
+                           const ForwardBuffers& buffers, cudaStream_t stream,
+                           const TestHooks& hooks) {
   if (facts.num_tokens == 0) return cudaSuccess;  // on all ranks alike: nobody waits for us
   int num_sms;
   if (cudaError_t e = current_device_sms(&num_sms)) return e;
@@ -241,14 +266,14 @@ cudaError_t launch_forward(const ForwardFacts& facts, int rank, const ForwardBuf
   p.y = buffers.y;
   p.activation = facts.activation;
   p.plain_activation = is_plain(facts);
-  if (!make_forward_maps(p.geometry, buffers, &p.maps)) return cudaErrorInvalidValue;
-  if (cudaError_t e = launch_plan(p, num_sms, stream)) return e;
-  return launch_persistent(forward_kernel(facts.activation.kind), p.geometry, kForwardThreads,
-                           kForwardSharedBytes, &p, stream);
+  const auto make_maps = [&] { return make_forward_maps(p.geometry, buffers, &p.maps); };
+  return launch_stage(stage, p, make_maps, forward_kernel(facts.activation.kind), kForwardThreads,
+                      kForwardSharedBytes, num_sms, stream);
 }
 
-cudaError_t launch_backward(const BackwardFacts& facts, int rank, const BackwardBuffers& buffers,
-                            cudaStream_t stream, const TestHooks& hooks) {
+cudaError_t launch_backward(CallStage stage, const BackwardFacts& facts, int rank,
+                            const BackwardBuffers& buffers, cudaStream_t stream,
+                            const TestHooks& hooks) {
   int num_sms;
   if (cudaError_t e = current_device_sms(&num_sms)) return e;
   BackwardParams p;
@@ -272,7 +297,7 @@ cudaError_t launch_backward(const BackwardFacts& facts, int rank, const Backward
   std::copy(std::begin(outputs), std::end(outputs), p.weight_grads);
   if (facts.num_tokens == 0) {  // on all ranks alike: nobody waits for us
     for (const auto& output : outputs)
-      if (output.bytes > 0)
+      if (stage == CallStage::kWork && output.bytes > 0)
         if (cudaError_t e = cudaMemsetAsync(output.data, 0, output.bytes, stream)) return e;
     return cudaSuccess;
   }
@@ -295,10 +320,9 @@ cudaError_t launch_backward(const BackwardFacts& facts, int rank, const Backward
   p.ds_scale = buffers.ds_scale;
   p.activation = facts.activation;
   p.float32_weight_grads = facts.float32_weight_grads;
-  if (!make_backward_maps(g, facts, buffers, &p)) return cudaErrorInvalidValue;
-  if (cudaError_t e = launch_plan(p, num_sms, stream)) return e;
-  return launch_persistent(backward_kernel(facts.activation.kind, is_plain(facts)), g,
-                           kBackwardThreads, kBackwardSharedBytes, &p, stream);
+  const auto make_maps = [&] { return make_backward_maps(g, facts, buffers, &p); };
+  return launch_stage(stage, p, make_maps, backward_kernel(facts.activation.kind, is_plain(facts)),
+                      kBackwardThreads, kBackwardSharedBytes, num_sms, stream);
 }
 
 }  // namespace jax_mok::cuda

@@ -11,8 +11,15 @@
 
 namespace jax_mok::cuda {
 
+// What a launch of the persistent kernel does. It holds every SM of its GPU, so it must not wait
+// for a peer there: a collective of XLA, on another stream, may hold an SM of the peer's GPU and
+// wait for one of this GPU. With peers on other GPUs, kWork and kSum are launches of their own, and
+// the ranks meet between them in kernels of one CTA.
+enum class Part : int32_t { kAll, kWork, kSum };
+
 struct CallParams {
   Geometry geometry;
+  Part part;
   const void* x;
   const void* dy;  // backward only
   const int32_t* expert_ids;

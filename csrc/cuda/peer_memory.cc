@@ -153,6 +153,10 @@ std::string allocate(PeerHeap* heap, NcclComm* comm, const Workshop& shop) {
                                     cudaHostAllocMapped | cudaHostAllocPortable))
     return text("cudaHostAlloc", e);
   std::memset(static_cast<void*>(heap->status), 0, status_bytes);
+  if (comm != nullptr)
+    for (cudaEvent_t& event : heap->events)
+      if (cudaError_t e = cudaEventCreateWithFlags(&event, cudaEventDisableTiming))
+        return text("cudaEventCreate", e);
   return shop.wait();
 }
 
@@ -164,6 +168,10 @@ void release(PeerHeap* heap, NcclComm* comm) {
       cudaFree(heap->addresses[0]);
   }
   if (heap->status != nullptr) cudaFreeHost(heap->status);
+  for (cudaEvent_t& event : heap->events) {
+    if (event != nullptr) cudaEventDestroy(event);
+    event = nullptr;
+  }
   heap->addresses.clear();
   heap->status = nullptr;
 }
@@ -213,7 +221,7 @@ void join_meeting(int64_t name, PeerHeap* heap) {
   std::lock_guard<std::mutex> lock(registry().mutex);
   std::shared_ptr<LocalMeeting>& meeting = registry().meetings[name];
   if (meeting == nullptr) meeting = std::make_shared<LocalMeeting>();
-  meeting->join();
+  heap->member = meeting->join(heap->events);
   heap->meeting = meeting;
 }
 
@@ -281,22 +289,27 @@ std::string check_need(const HeapNeed& need, int* rank) {
 
 }  // namespace
 
-void LocalMeeting::join() {
+int LocalMeeting::join(const Events& events) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++expected_;
+  members_.push_back({events});
+  return static_cast<int>(members_.size()) - 1;
 }
 
-void LocalMeeting::meet(double seconds) {
+cudaError_t LocalMeeting::pass(int member, int point, cudaStream_t stream, double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const uint64_t round = round_;
-  if (++arrived_ == expected_) {
-    arrived_ = 0;
-    ++round_;
-    all_here_.notify_all();
-    return;
-  }
-  const auto over = [&] { return round_ != round; };
-  if (!all_here_.wait_for(lock, std::chrono::duration<double>(seconds), over)) --arrived_;
+  if (members_.size() == 1) return cudaSuccess;
+  // Nobody waits for the event of the call before any more: that is behind two points.
+  if (cudaError_t e = cudaEventRecord(members_[member].events[point], stream)) return e;
+  const uint64_t passed = ++members_[member].passed;
+  moved_.notify_all();
+  moved_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+    return std::all_of(members_.begin(), members_.end(),
+                       [&](const Member& m) { return m.passed >= passed; });
+  });
+  for (const Member& m : members_)
+    if (&m != &members_[member])
+      if (cudaError_t e = cudaStreamWaitEvent(stream, m.events[point], 0)) return e;
+  return cudaSuccess;
 }
 
 std::string make_heap(const HeapNeed& need, const PeerHeap** heap) {

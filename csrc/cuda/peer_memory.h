@@ -12,6 +12,7 @@
 // order, which is the same on all ranks.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -25,19 +26,28 @@
 
 namespace jax_mok::cuda {
 
-// Where the host threads of a group's devices in this process wait for each other.
+// Keeps the streams of a group's devices in this process in step: see CallStage.
 class LocalMeeting {
  public:
-  void join();  // once for every device, before any of them meets
+  static constexpr int kPoints = 2;  // of a call, where its streams pass
+  using Events = std::array<cudaEvent_t, kPoints>;
 
-  // Returns when all have come, or after `seconds`: who is missing then shows on the device.
-  void meet(double seconds);
+  // Once for every device, before any of them passes; its number here. The events are the device's.
+  int join(const Events& events);
+
+  // What is enqueued on `stream` from here on begins after what the other devices' streams hold
+  // when they come here. Waits, on the host, until they have, or `seconds`: who is missing then
+  // shows on the device. All pass all points in turn.
+  cudaError_t pass(int member, int point, cudaStream_t stream, double seconds);
 
  private:
+  struct Member {
+    Events events;
+    uint64_t passed = 0;
+  };
   std::mutex mutex_;
-  std::condition_variable all_here_;
-  int expected_ = 0, arrived_ = 0;
-  uint64_t round_ = 0;
+  std::condition_variable moved_;
+  std::vector<Member> members_;
 };
 
 struct PeerHeap {
@@ -45,11 +55,13 @@ struct PeerHeap {
   int rank = 0;  // of this device; 0 with virtual ranks
   int num_ranks = 1;
   int num_virtual_ranks = 1;
-  size_t bytes = 0;              // of one rank
-  size_t used = 0;               // the most that a call has asked for
-  std::vector<void*> addresses;  // heap of every rank
-  Status* status = nullptr;      // [num_virtual_ranks], host memory that the device can write
-  std::shared_ptr<LocalMeeting> meeting;  // null with one rank or virtual ranks
+  size_t bytes = 0;                  // of one rank
+  size_t used = 0;                   // the most that a call has asked for
+  std::vector<void*> addresses;      // heap of every rank
+  Status* status = nullptr;          // [num_virtual_ranks], host memory that the device can write
+  LocalMeeting::Events events = {};  // null with one rank or virtual ranks, as is:
+  std::shared_ptr<LocalMeeting> meeting;
+  int member = 0;  // this device's number there
 };
 
 struct HeapNeed {

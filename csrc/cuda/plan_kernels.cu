@@ -338,14 +338,19 @@ cudaError_t prepare_plan_kernels() {
   return set_shared(place<plan::Pass::kBackward>);
 }
 
-cudaError_t launch_plan(const CallParams& p, int num_sms, cudaStream_t stream) {
+cudaError_t launch_publish(const CallParams& p, int num_sms, cudaStream_t stream) {
+  const unsigned ranks = p.geometry.num_virtual_ranks;
+  const unsigned ctas = (num_sms + ranks - 1) / ranks;
+  publish<<<dim3(ctas, ranks), kPublishThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_plan(const CallParams& p, cudaStream_t stream) {
   const Geometry& g = p.geometry;
   const unsigned ranks = g.num_virtual_ranks, sources = g.shape.num_ranks;
   const unsigned experts = g.shape.num_local_experts;
   const unsigned chunk_ctas = (g.num_chunks + kPlanWarps - 1) / kPlanWarps;
   const unsigned pair_ctas = (sources * experts + kPlanWarps - 1) / kPlanWarps;
-  const unsigned publish_ctas = (num_sms + ranks - 1) / ranks;
-  publish<<<dim3(publish_ctas, ranks), kPublishThreads, 0, stream>>>(p);
   count<<<dim3(chunk_ctas, sources, ranks), kPlanThreads, kPlanWarps * experts * 4, stream>>>(p);
   prefix<<<dim3(pair_ctas, ranks), kPlanThreads, 0, stream>>>(p);
   const bool forward = g.pass == plan::Pass::kForward;

@@ -7,6 +7,7 @@
 namespace jax_mok::cuda {
 
 cudaError_t prepare_plan_kernels();
-cudaError_t launch_plan(const CallParams& params, int num_sms, cudaStream_t stream);
+cudaError_t launch_publish(const CallParams& params, int num_sms, cudaStream_t stream);
+cudaError_t launch_plan(const CallParams& params, cudaStream_t stream);
 
 }  // namespace jax_mok::cuda

@@ -1,10 +1,11 @@
 // What the decoders of the CPU's and the GPU's calls share: faults that name what is wrong, what
-// was given and what is expected, and the check of one buffer.
+// was given and what is expected, and the reading of buffers.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -60,6 +61,59 @@ inline void* take(const std::string& name, const xla::ffi::AnyBuffer& buffer, co
   }
   return buffer.untyped_data();
 }
+
+inline std::vector<xla::ffi::AnyBuffer> buffers_of(const xla::ffi::RemainingArgs& operands) {
+  std::vector<xla::ffi::AnyBuffer> buffers;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const auto buffer = operands.get<xla::ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) fail(buffer.error().message());
+    buffers.push_back(*buffer);
+  }
+  return buffers;
+}
+
+inline std::vector<xla::ffi::AnyBuffer> buffers_of(const xla::ffi::RemainingRets& results) {
+  std::vector<xla::ffi::AnyBuffer> buffers;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto buffer = results.get<xla::ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) fail(buffer.error().message());
+    buffers.push_back(**buffer);
+  }
+  return buffers;
+}
+
+// Takes operands or results one by one, in order.
+class Reader {
+ public:
+  Reader(const char* what, std::vector<xla::ffi::AnyBuffer> buffers, size_t expected)
+      : what_(what), buffers_(std::move(buffers)) {
+    if (buffers_.size() != expected)
+      fail("expected " + std::to_string(expected) + " " + what + "s, got " +
+           std::to_string(buffers_.size()));
+  }
+
+  // The next one, of any shape.
+  xla::ffi::AnyBuffer peek() const { return buffers_[next_]; }
+
+  void* take(const char* name, const Dims& dims, const std::vector<xla::ffi::DataType>& dtypes) {
+    return ffi::take(std::string(what_) + " " + name, buffers_[next_++], dims, dtypes);
+  }
+
+  // Null if it is absent, though the scalar in its place has an address.
+  void* take_if(bool there, const char* name, const Dims& dims,
+                const std::vector<xla::ffi::DataType>& dtypes) {
+    void* const data = take(name, there ? dims : Dims{}, dtypes);
+    return there ? data : nullptr;
+  }
+
+  // Whether the next one is an absent optional: a scalar.
+  bool is_absent() const { return peek().dimensions().size() == 0; }
+
+ private:
+  const char* what_;
+  std::vector<xla::ffi::AnyBuffer> buffers_;
+  size_t next_ = 0;
+};
 
 template <typename T>
 T get_attribute(const xla::ffi::Dictionary& attributes, const char* name) {

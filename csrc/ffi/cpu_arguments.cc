@@ -26,41 +26,6 @@ constexpr int64_t kDefaultMacrobatchRows = 8192;
 constexpr int64_t kDefaultMinibatchRows = 512;
 constexpr int64_t kRowsStep = 64;  // the settings above are given in multiples of this
 
-// Takes operands or results one by one, in order.
-class Reader {
- public:
-  Reader(const char* what, std::vector<xffi::AnyBuffer> buffers, size_t expected)
-      : what_(what), buffers_(std::move(buffers)) {
-    if (buffers_.size() != expected)
-      fail("expected " + std::to_string(expected) + " " + what + "s, got " +
-           std::to_string(buffers_.size()));
-  }
-
-  // The next one, of any shape.
-  xffi::AnyBuffer peek() const { return buffers_[next_]; }
-
-  void* take(const char* name, const Dims& dims, const std::vector<xffi::DataType>& dtypes) {
-    return ffi::take(std::string(what_) + " " + name, buffers_[next_++], dims, dtypes);
-  }
-
-  // Null if the next one is an absent optional: a scalar.
-  void* take_optional(const char* name, const Dims& dims,
-                      const std::vector<xffi::DataType>& dtypes) {
-    if (is_absent()) {
-      ++next_;
-      return nullptr;
-    }
-    return take(name, dims, dtypes);
-  }
-
-  bool is_absent() const { return peek().dimensions().size() == 0; }
-
- private:
-  const char* what_;
-  std::vector<xffi::AnyBuffer> buffers_;
-  size_t next_ = 0;
-};
-
 int64_t bounded(const xffi::Dictionary& attributes, const char* name, int64_t least, int64_t most) {
   const int64_t value = get_attribute<int64_t>(attributes, name);
   if (value < least || value > most)
@@ -191,24 +156,17 @@ class Decoder {
     to.experts.up = wide(in.take("w_up", {e, h, i}, {dtype_}));
     to.experts.down = wide(in.take("w_down", {e, i, h}, {dtype_}));
     has_biases_ = !in.is_absent();
-    to.experts.gate_bias = wide(take_if(in, has_biases_, "b_gate", {e, i}));
-    to.experts.up_bias = wide(take_if(in, has_biases_, "b_up", {e, i}));
-    to.experts.down_bias = wide(take_if(in, has_biases_, "b_down", {e, h}));
+    to.experts.gate_bias = wide(in.take_if(has_biases_, "b_gate", {e, i}, {dtype_}));
+    to.experts.up_bias = wide(in.take_if(has_biases_, "b_up", {e, i}, {dtype_}));
+    to.experts.down_bias = wide(in.take_if(has_biases_, "b_down", {e, h}, {dtype_}));
     has_shared_ = !in.is_absent();
     const int64_t s = shared_intermediate_ = has_shared_ ? last_dim(in, "s_gate", 2) : 0;
-    to.shared.gate = {wide(take_if(in, has_shared_, "s_gate", {h, s})), h, s};
-    to.shared.up = {wide(take_if(in, has_shared_, "s_up", {h, s})), h, s};
-    to.shared.down = {wide(take_if(in, has_shared_, "s_down", {s, h})), s, h};
+    to.shared.gate = {wide(in.take_if(has_shared_, "s_gate", {h, s}, {dtype_})), h, s};
+    to.shared.up = {wide(in.take_if(has_shared_, "s_up", {h, s}, {dtype_})), h, s};
+    to.shared.down = {wide(in.take_if(has_shared_, "s_down", {s, h}, {dtype_})), s, h};
     has_scale_ = !in.is_absent();
-    to.shared_scale =
-        static_cast<const float*>(in.take_optional("s_scale", {tokens_}, {xffi::DataType::F32}));
-  }
-
-  // Null if absent, though the scalar in its place has an address.
-  void* take_if(Reader& in, bool present, const char* name, const Dims& dims) {
-    if (present) return in.take(name, dims, {dtype_});
-    in.take(name, {}, {dtype_});
-    return nullptr;
+    to.shared_scale = static_cast<const float*>(
+        in.take_if(has_scale_, "s_scale", {tokens_}, {xffi::DataType::F32}));
   }
 
   // Rows of `saved`, 0 if it is absent.
@@ -314,19 +272,8 @@ class Decoder {
 
 xffi::Error decode(Direction direction, xffi::RemainingArgs operands, xffi::RemainingRets results,
                    xffi::Dictionary attributes, Arrival* arrival) {
-  std::vector<xffi::AnyBuffer> in, out;
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const auto buffer = operands.get<xffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return buffer.error();
-    in.push_back(*buffer);
-  }
-  for (size_t i = 0; i < results.size(); ++i) {
-    auto buffer = results.get<xffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return buffer.error();
-    out.push_back(**buffer);
-  }
   try {
-    Decoder(direction, attributes, arrival).run(std::move(in), std::move(out));
+    Decoder(direction, attributes, arrival).run(buffers_of(operands), buffers_of(results));
     return xffi::Error::Success();
   } catch (const Fault& fault) {
     return xffi::Error::InvalidArgument(fault.text);

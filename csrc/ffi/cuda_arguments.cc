@@ -3,6 +3,7 @@
 #include "ffi/cuda_arguments.h"
 
 #include <string>
+#include <type_traits>
 
 #include "ffi/arguments.h"
 #include "ffi/cuda_facts.h"
@@ -12,6 +13,9 @@ namespace jax_mok::ffi {
 namespace xffi = xla::ffi;
 
 namespace {
+
+constexpr xffi::DataType kBf16 = xffi::DataType::BF16, kF32 = xffi::DataType::F32,
+                         kS32 = xffi::DataType::S32;
 
 struct Attributes {
   const xffi::Dictionary& dictionary;
@@ -26,29 +30,20 @@ struct Attributes {
   double real(const char* name) const { return get_attribute<double>(dictionary, name); }
 };
 
-void* take(const char* name, const xffi::AnyBuffer& buffer, xffi::DataType dtype,
-           const Dims& dims) {
-  return ffi::take(name, buffer, dims, {dtype});
-}
-
-// An absent optional is a scalar.
-void* take_if(bool there, const char* name, const xffi::AnyBuffer& buffer, xffi::DataType dtype,
-              const Dims& dims) {
-  void* const data = take(name, buffer, dtype, there ? dims : Dims{});
-  return there ? data : nullptr;
-}
-
-xffi::AnyBuffer checked(const xffi::ErrorOr<xffi::AnyBuffer>& buffer) {
-  if (!buffer.has_value()) fail(buffer.error().message());
-  return buffer.value();
-}
-
-CudaCall decode_all(const xffi::Dictionary& dictionary) {
+template <typename Pass>
+CudaCall<Pass> decode_all(const xffi::Dictionary& dictionary) {
   const Attributes attributes{dictionary};
-  CudaCall call;
-  call.facts = read_facts(attributes);
+  CudaCall<Pass> call;
+  std::string problem;
+  if constexpr (std::is_same_v<Pass, ForwardPass>) {
+    call.facts = read_facts(attributes);
+    problem = cuda::check(call.facts);
+  } else {
+    call.facts = read_backward_facts(attributes);
+    problem = cuda::check_backward(call.facts);
+  }
+  if (!problem.empty()) fail(problem);
   call.hooks = read_hooks(attributes);
-  if (std::string problem = cuda::check(call.facts); !problem.empty()) fail(problem);
   if (!call.has_peers()) return call;
 
   const auto ids = get_attribute<xffi::Span<const int64_t>>(dictionary, "groups");
@@ -61,66 +56,130 @@ CudaCall decode_all(const xffi::Dictionary& dictionary) {
   return call;
 }
 
-void decode_all(const CudaCall& call, int num_sms, const xffi::RemainingArgs& in,
-                const xffi::RemainingRets& out, cuda::ForwardBuffers* b) {
-  constexpr auto bf16 = xffi::DataType::BF16, f32 = xffi::DataType::F32, s32 = xffi::DataType::S32;
-  const cuda::ForwardFacts& f = call.facts;
-  // With virtual ranks this device holds the tokens and experts of all of them.
-  const int64_t tokens = int64_t{f.num_tokens} * f.num_virtual_ranks;
-  const int64_t experts = int64_t{f.num_experts} / f.num_ranks * f.num_virtual_ranks;
-  const int64_t h = f.hidden, i = f.intermediate, k = f.top_k, s = f.shared_intermediate;
-  if (in.size() != 13 || out.size() != 2)
-    fail("expected 13 operands and 2 results, got " + std::to_string(in.size()) + " and " +
-         std::to_string(out.size()));
-  const auto arg = [&](size_t index) { return checked(in.get<xffi::AnyBuffer>(index)); };
+// The sizes of a call's arrays. With virtual ranks this device holds the tokens and experts of all
+// of them.
+struct Sizes {
+  int64_t tokens, experts, hidden, intermediate, top_k, shared, saved_rows;
 
-  b->x = take("x", arg(0), bf16, {tokens, h});
-  b->expert_ids = static_cast<int32_t*>(take("expert_ids", arg(1), s32, {tokens, k}));
-  b->expert_weights = static_cast<float*>(take("expert_weights", arg(2), f32, {tokens, k}));
-  b->w_gate = take("w_gate", arg(3), bf16, {experts, h, i});
-  b->w_up = take("w_up", arg(4), bf16, {experts, h, i});
-  b->w_down = take("w_down", arg(5), bf16, {experts, i, h});
-  b->b_gate = take_if(f.has_biases, "b_gate", arg(6), bf16, {experts, i});
-  b->b_up = take_if(f.has_biases, "b_up", arg(7), bf16, {experts, i});
-  b->b_down = take_if(f.has_biases, "b_down", arg(8), bf16, {experts, h});
-  b->s_gate = take_if(s > 0, "s_gate", arg(9), bf16, {h, s});
-  b->s_up = take_if(s > 0, "s_up", arg(10), bf16, {h, s});
-  b->s_down = take_if(s > 0, "s_down", arg(11), bf16, {s, h});
-  b->s_scale = static_cast<float*>(take_if(f.has_shared_gate, "s_scale", arg(12), f32, {tokens}));
+  explicit Sizes(const cuda::ForwardFacts& f)
+      : tokens(int64_t{f.num_tokens} * f.num_virtual_ranks),
+        experts(int64_t{f.num_experts} / f.num_ranks * f.num_virtual_ranks),
+        hidden(f.hidden),
+        intermediate(f.intermediate),
+        top_k(f.top_k),
+        shared(f.shared_intermediate),
+        saved_rows(f.save ? cuda::saved_rows(f) * f.num_virtual_ranks : 0) {}
+};
 
-  const auto ret = [&](size_t index) {
-    const auto buffer = out.get<xffi::AnyBuffer>(index);
-    if (!buffer.has_value()) fail(buffer.error().message());
-    return *buffer.value();
+// From x on; the same operands for both passes.
+template <typename Buffers>
+void take_layer(Reader& in, const cuda::ForwardFacts& f, Buffers* b) {
+  const Sizes n(f);
+  const int64_t e = n.experts, h = n.hidden, i = n.intermediate, s = n.shared;
+  b->x = in.take("x", {n.tokens, h}, {kBf16});
+  b->expert_ids = static_cast<int32_t*>(in.take("expert_ids", {n.tokens, n.top_k}, {kS32}));
+  b->expert_weights = static_cast<float*>(in.take("expert_weights", {n.tokens, n.top_k}, {kF32}));
+  b->w_gate = in.take("w_gate", {e, h, i}, {kBf16});
+  b->w_up = in.take("w_up", {e, h, i}, {kBf16});
+  b->w_down = in.take("w_down", {e, i, h}, {kBf16});
+  b->b_gate = in.take_if(f.has_biases, "b_gate", {e, i}, {kBf16});
+  b->b_up = in.take_if(f.has_biases, "b_up", {e, i}, {kBf16});
+  b->b_down = in.take_if(f.has_biases, "b_down", {e, h}, {kBf16});
+  b->s_gate = in.take_if(s > 0, "s_gate", {h, s}, {kBf16});
+  b->s_up = in.take_if(s > 0, "s_up", {h, s}, {kBf16});
+  b->s_down = in.take_if(s > 0, "s_down", {s, h}, {kBf16});
+  b->s_scale = static_cast<float*>(in.take_if(f.has_shared_gate, "s_scale", {n.tokens}, {kF32}));
+}
+
+// Results of the forward, operands of the backward.
+template <typename Buffers>
+void take_saved(Reader& reader, const cuda::ForwardFacts& f, Buffers* b) {
+  const Sizes n(f);
+  b->saved_x = reader.take_if(f.save, "saved_x", {n.saved_rows, n.hidden}, {kBf16});
+  b->saved_gate_up =
+      reader.take_if(f.save, "saved_gate_up", {n.saved_rows, 2 * n.intermediate}, {kBf16});
+}
+
+void* take_workspace(Reader& out, size_t needed, int num_sms) {
+  const xffi::AnyBuffer given = out.peek();
+  const int64_t bytes = static_cast<int64_t>(given.element_count());
+  if (given.element_type() == xffi::DataType::U8 && given.element_count() < needed)
+    fail("the workspace has " + std::to_string(bytes) + " bytes, expected at least " +
+         std::to_string(needed) + " on a GPU with " + std::to_string(num_sms) +
+         " multiprocessors: the program was compiled for another GPU");
+  return out.take("workspace", {bytes}, {xffi::DataType::U8});
+}
+
+void decode_all(const cuda::ForwardFacts& f, int num_sms, const xffi::RemainingArgs& operands,
+                const xffi::RemainingRets& results, cuda::ForwardBuffers* b) {
+  Reader in("operand", buffers_of(operands), 13);
+  take_layer(in, f, b);
+  Reader out("result", buffers_of(results), 4);
+  b->y = out.take("y", {Sizes(f).tokens, f.hidden}, {kBf16});
+  take_saved(out, f, b);
+  b->workspace = take_workspace(out, cuda::workspace_bytes(f, num_sms), num_sms);
+}
+
+void decode_all(const cuda::BackwardFacts& f, int num_sms, const xffi::RemainingArgs& operands,
+                const xffi::RemainingRets& results, cuda::BackwardBuffers* b) {
+  const Sizes n(f);
+  const int64_t e = n.experts, h = n.hidden, i = n.intermediate, s = n.shared;
+  Reader in("operand", buffers_of(operands), 16);
+  b->dy = in.take("dy", {n.tokens, h}, {kBf16});
+  take_layer(in, f, b);
+  take_saved(in, f, b);
+
+  Reader out("result", buffers_of(results), 13);
+  b->dx = out.take("dx", {n.tokens, h}, {kBf16});
+  b->d_expert_weights =
+      static_cast<float*>(out.take("d_expert_weights", {n.tokens, n.top_k}, {kF32}));
+  const xffi::DataType weights = f.float32_weight_grads ? kF32 : kBf16;
+  b->dw_gate = out.take("dw_gate", {e, h, i}, {weights});
+  b->dw_up = out.take("dw_up", {e, h, i}, {weights});
+  b->dw_down = out.take("dw_down", {e, i, h}, {weights});
+  b->db_gate = out.take_if(f.has_biases, "db_gate", {e, i}, {kBf16});
+  b->db_up = out.take_if(f.has_biases, "db_up", {e, i}, {kBf16});
+  b->db_down = out.take_if(f.has_biases, "db_down", {e, h}, {kBf16});
+  // Every virtual rank has its own.
+  const auto shared = [&](int64_t rows, int64_t columns) {
+    return f.num_virtual_ranks > 1 ? Dims{f.num_virtual_ranks, rows, columns} : Dims{rows, columns};
   };
-  b->y = take("y", ret(0), bf16, {tokens, h});
-  const xffi::AnyBuffer workspace = ret(1);
-  const size_t needed = cuda::workspace_bytes(f, num_sms), given = workspace.element_count();
-  if (workspace.element_type() != xffi::DataType::U8 || given < needed)
-    fail("the workspace is " + name_of(workspace.element_type(), workspace.dimensions()) +
-         ", expected at least " + std::to_string(needed) + " bytes on a GPU with " +
-         std::to_string(num_sms) + " multiprocessors: the program was compiled for another GPU");
-  b->workspace = workspace.untyped_data();
+  b->ds_gate = out.take_if(s > 0, "ds_gate", shared(h, s), {kBf16});
+  b->ds_up = out.take_if(s > 0, "ds_up", shared(h, s), {kBf16});
+  b->ds_down = out.take_if(s > 0, "ds_down", shared(s, h), {kBf16});
+  b->ds_scale = static_cast<float*>(out.take_if(f.has_shared_gate, "ds_scale", {n.tokens}, {kF32}));
+  b->workspace = take_workspace(out, cuda::backward_workspace_bytes(f, num_sms), num_sms);
 }
 
 }  // namespace
 
-xffi::ErrorOr<CudaCall> decode_call(xffi::Dictionary attributes) {
+template <typename Pass>
+xffi::ErrorOr<CudaCall<Pass>> decode_call(xffi::Dictionary attributes) {
   try {
-    return decode_all(attributes);
+    return decode_all<Pass>(attributes);
   } catch (const Fault& fault) {
     return xffi::Unexpected(xffi::Error::InvalidArgument(fault.text));
   }
 }
 
-xffi::Error decode_buffers(const CudaCall& call, int num_sms, xffi::RemainingArgs operands,
-                           xffi::RemainingRets results, cuda::ForwardBuffers* buffers) {
+template <typename Pass>
+xffi::Error decode_buffers(const CudaCall<Pass>& call, int num_sms, xffi::RemainingArgs operands,
+                           xffi::RemainingRets results, typename Pass::Buffers* buffers) {
   try {
-    decode_all(call, num_sms, operands, results, buffers);
+    decode_all(call.facts, num_sms, operands, results, buffers);
     return xffi::Error::Success();
   } catch (const Fault& fault) {
     return xffi::Error::InvalidArgument(fault.text);
   }
 }
+
+template xffi::ErrorOr<CudaCall<ForwardPass>> decode_call<ForwardPass>(xffi::Dictionary);
+template xffi::ErrorOr<CudaCall<BackwardPass>> decode_call<BackwardPass>(xffi::Dictionary);
+template xffi::Error decode_buffers<ForwardPass>(const CudaCall<ForwardPass>&, int,
+                                                 xffi::RemainingArgs, xffi::RemainingRets,
+                                                 cuda::ForwardBuffers*);
+template xffi::Error decode_buffers<BackwardPass>(const CudaCall<BackwardPass>&, int,
+                                                  xffi::RemainingArgs, xffi::RemainingRets,
+                                                  cuda::BackwardBuffers*);
 
 }  // namespace jax_mok::ffi

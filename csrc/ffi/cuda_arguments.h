@@ -4,14 +4,28 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/backward.h"
 #include "cuda/forward.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mok::ffi {
 
+// The two calls: what is the handlers' business of the differences between them.
+struct ForwardPass {
+  using Facts = cuda::ForwardFacts;
+  using Buffers = cuda::ForwardBuffers;
+  static constexpr auto launch = cuda::launch_forward;
+};
+struct BackwardPass {
+  using Facts = cuda::BackwardFacts;
+  using Buffers = cuda::BackwardBuffers;
+  static constexpr auto launch = cuda::launch_backward;
+};
+
 // What the attributes say: all that Prepare and Initialize know.
+template <typename Pass>
 struct CudaCall {
-  cuda::ForwardFacts facts;
+  typename Pass::Facts facts;
   cuda::TestHooks hooks;
   // Every group of ranks of the mesh, each as flattened ids (XLA's numbers of the program's
   // devices) in the order of their ranks. Empty where a call has no peers.
@@ -22,8 +36,11 @@ struct CudaCall {
 
 // Both name what is wrong, what was given and what is expected. Everything that they look at is the
 // same on all ranks, so that none fails alone.
-xla::ffi::ErrorOr<CudaCall> decode_call(xla::ffi::Dictionary attributes);
-xla::ffi::Error decode_buffers(const CudaCall& call, int num_sms, xla::ffi::RemainingArgs operands,
-                               xla::ffi::RemainingRets results, cuda::ForwardBuffers* buffers);
+template <typename Pass>
+xla::ffi::ErrorOr<CudaCall<Pass>> decode_call(xla::ffi::Dictionary attributes);
+template <typename Pass>
+xla::ffi::Error decode_buffers(const CudaCall<Pass>& call, int num_sms,
+                               xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results,
+                               typename Pass::Buffers* buffers);
 
 }  // namespace jax_mok::ffi

@@ -2,9 +2,11 @@
 // Python side, which asks for sizes before there is a call.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
-#include "cuda/forward.h"
+#include "cuda/backward.h"
 
 namespace jax_mok::ffi {
 
@@ -29,6 +31,7 @@ cuda::ForwardFacts read_facts(const Source& source) {
   integer("ring_size", &f.ring_size);
   f.has_biases = source.integer("has_biases") != 0;
   f.has_shared_gate = source.integer("has_shared_gate") != 0;
+  f.save = source.integer("save") != 0;
   f.activation.kind = static_cast<cuda::ActivationKind>(source.integer("activation"));
   f.activation.alpha = static_cast<float>(source.real("alpha"));
   f.activation.limit = static_cast<float>(source.real("limit"));
@@ -38,12 +41,26 @@ cuda::ForwardFacts read_facts(const Source& source) {
   return f;
 }
 
+// The same and what only a backward call has.
+template <typename Source>
+cuda::BackwardFacts read_backward_facts(const Source& source) {
+  cuda::BackwardFacts f{read_facts(source)};
+  f.float32_weight_grads = source.integer("float32_weight_grads") != 0;
+  return f;
+}
+
 template <typename Source>
 cuda::TestHooks read_hooks(const Source& source) {
   cuda::TestHooks hooks;
   hooks.jitter_seed = static_cast<uint32_t>(source.integer("jitter_seed"));
   hooks.absent_rank = static_cast<int32_t>(source.integer("absent_rank"));
   return hooks;
+}
+
+// Of one rank's peer heap. The passes of a layer ask for the same, the larger of their needs, so
+// that they share a heap.
+inline size_t layer_heap_bytes(const cuda::ForwardFacts& facts) {
+  return std::max(cuda::heap_bytes(facts), cuda::backward_heap_bytes(cuda::BackwardFacts{facts}));
 }
 
 }  // namespace jax_mok::ffi

@@ -1,15 +1,17 @@
-// The CUDA handlers: decode, check, launch; no arithmetic here.
+// The CUDA handlers of both passes: decode, check, launch; no arithmetic here.
 //
 // Prepare asks XLA for the communicator of the ranks and loads every kernel, Initialize makes the
 // peer heap, Execute launches. Execute never allocates, synchronises or loads anything: a peer's
 // kernel may be waiting for ours by then, and the driver for the peer's.
 //
-// What others do in the same process counts too: a cudaMalloc, or the first use of a kernel, by the
-// host thread of one device can wait for the kernel of another, with the driver's lock held, so
-// that a third cannot launch what that kernel waits for. So the threads of a group's devices meet
-// before they launch a call and again after it; between the two none does anything else.
+// What others do in the same process counts too: a cudaFree, or the first use of a kernel, by any
+// host thread can wait for a kernel of one device with the driver's lock held, so that nobody can
+// launch on another device what that kernel waits for. So the threads of a group's devices meet
+// between the stages of a call, and their streams wait for each other's events there: no kernel
+// waits for one that is not enqueued yet.
 #include "ffi/cuda_handlers.h"
 
+#include <atomic>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -18,6 +20,7 @@
 
 #include "cuda/peer_memory.h"
 #include "ffi/cuda_arguments.h"
+#include "ffi/cuda_facts.h"
 #include "xla/ffi/api/collectives_api.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -103,13 +106,17 @@ xffi::Error load_kernels() {
                 cudaGetErrorString(e));
 }
 
+template <typename Pass>
+std::atomic<int64_t> num_launches{0};
+
 // The heap's need, its communicator included.
-xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall& call,
+template <typename Pass>
+xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall<Pass>& call,
                                         std::optional<Communicators>& communicators) {
   cuda::HeapNeed need;
   need.num_ranks = call.facts.num_ranks;
   need.num_virtual_ranks = call.facts.num_virtual_ranks;
-  need.bytes = cuda::heap_bytes(call.facts);
+  need.bytes = layer_heap_bytes(call.facts);
   if (!call.has_peers()) return need;
   if (!communicators) return xffi::Unexpected(no_communicators());
   const auto comm =
@@ -119,8 +126,9 @@ xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall& call,
   return need;
 }
 
+template <typename Pass>
 xffi::Error prepare(std::optional<Communicators> communicators, xffi::Dictionary attributes) {
-  const auto call = decode_call(attributes);
+  const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
   if (xffi::Error error = load_kernels(); error.failure()) return error;
   if (!call->has_peers()) return xffi::Error::Success();
@@ -129,8 +137,9 @@ xffi::Error prepare(std::optional<Communicators> communicators, xffi::Dictionary
                                             kCommunicationId);
 }
 
+template <typename Pass>
 xffi::Error initialize(std::optional<Communicators> communicators, xffi::Dictionary attributes) {
-  const auto call = decode_call(attributes);
+  const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
   // Once more, in case XLA prepares a program on one device for all of them.
   if (xffi::Error error = load_kernels(); error.failure()) return error;
@@ -141,10 +150,27 @@ xffi::Error initialize(std::optional<Communicators> communicators, xffi::Diction
   return problem.empty() ? xffi::Error::Success() : failed(problem);
 }
 
+// Enqueues the stages of a call, in step with the other devices of the group in this process.
+template <typename Launch>
+cudaError_t in_stages(const cuda::PeerHeap& heap, double seconds, cudaStream_t stream,
+                      Launch launch) {
+  cudaError_t problem = cudaSuccess;
+  int point = 0;
+  for (const cuda::CallStage stage : cuda::kCallStages) {
+    if (problem == cudaSuccess) problem = launch(stage);
+    if (heap.meeting == nullptr || point == cuda::LocalMeeting::kPoints) continue;
+    // After a failure too: the others must not wait for us.
+    const cudaError_t e = heap.meeting->pass(heap.member, point++, stream, seconds);
+    if (problem == cudaSuccess) problem = e;
+  }
+  return problem;
+}
+
+template <typename Pass>
 xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicators,
                     xffi::RemainingArgs operands, xffi::RemainingRets results,
                     xffi::Dictionary attributes) {
-  const auto call = decode_call(attributes);
+  const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
   const auto need = heap_need(*call, communicators);
   if (need.has_error()) return need.error();
@@ -154,19 +180,19 @@ xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicat
   int num_sms = 0;
   cudaError_t e = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, heap->device);
   if (e != cudaSuccess) return failed(cudaGetErrorString(e));
-  cuda::ForwardBuffers buffers;
+  typename Pass::Buffers buffers;
   if (xffi::Error error = decode_buffers(*call, num_sms, operands, results, &buffers);
       error.failure())
     return error;
   for (int r = 0; r < call->facts.num_ranks; ++r) buffers.heaps[r] = heap->addresses[r];
   buffers.status = heap->status;
-  const auto meet = [&] {
-    if (heap->meeting != nullptr) heap->meeting->meet(call->facts.start_timeout_seconds);
-  };
-  meet();
-  e = cuda::launch_forward(call->facts, heap->rank, buffers, stream, call->hooks);
-  meet();
-  if (e == cudaSuccess) return xffi::Error::Success();
+  e = in_stages(*heap, call->facts.start_timeout_seconds, stream, [&](cuda::CallStage stage) {
+    return Pass::launch(stage, call->facts, heap->rank, buffers, stream, call->hooks);
+  });
+  if (e == cudaSuccess) {
+    num_launches<Pass>.fetch_add(1, std::memory_order_relaxed);
+    return xffi::Error::Success();
+  }
   cudaGetLastError();
   return failed(std::string("the launch failed: ") + cudaGetErrorString(e));
 }
@@ -181,33 +207,56 @@ xffi::Error guarded(F&& body) {
   }
 }
 
-auto prepare_guarded = [](std::optional<Communicators> c, xffi::Dictionary a) {
-  return guarded([&] { return prepare(c, a); });
-};
-auto initialize_guarded = [](std::optional<Communicators> c, xffi::Dictionary a) {
-  return guarded([&] { return initialize(c, a); });
-};
-auto execute_guarded = [](cudaStream_t s, std::optional<Communicators> c, xffi::RemainingArgs in,
-                          xffi::RemainingRets out, xffi::Dictionary a) {
-  return guarded([&] { return execute(s, c, in, out, a); });
-};
+template <typename Pass>
+xffi::Error prepare_guarded(std::optional<Communicators> c, xffi::Dictionary a) {
+  return guarded([&] { return prepare<Pass>(c, a); });
+}
+template <typename Pass>
+xffi::Error initialize_guarded(std::optional<Communicators> c, xffi::Dictionary a) {
+  return guarded([&] { return initialize<Pass>(c, a); });
+}
+template <typename Pass>
+xffi::Error execute_guarded(cudaStream_t s, std::optional<Communicators> c, xffi::RemainingArgs in,
+                            xffi::RemainingRets out, xffi::Dictionary a) {
+  return guarded([&] { return execute<Pass>(s, c, in, out, a); });
+}
+
+auto bind_prepare() { return xffi::Ffi::BindPrepare().Ctx<MaybeCommunicators>().Attrs(); }
+auto bind_initialize() { return xffi::Ffi::BindInitialize().Ctx<MaybeCommunicators>().Attrs(); }
+auto bind_execute() {
+  return xffi::Ffi::Bind()
+      .Ctx<xffi::PlatformStream<cudaStream_t>>()
+      .Ctx<MaybeCommunicators>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
 
 }  // namespace
+
+int64_t cuda_forward_calls() { return num_launches<ForwardPass>.load(); }
+int64_t cuda_backward_calls() { return num_launches<BackwardPass>.load(); }
+
 }  // namespace jax_mok::ffi
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxMokForwardCudaPrepare, jax_mok::ffi::prepare_guarded,
-    xla::ffi::Ffi::BindPrepare().Ctx<jax_mok::ffi::MaybeCommunicators>().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxMokForwardCudaInitialize, jax_mok::ffi::initialize_guarded,
-    xla::ffi::Ffi::BindInitialize().Ctx<jax_mok::ffi::MaybeCommunicators>().Attrs());
-// Without the trait that lets XLA capture it in command buffers: the host threads could not meet,
+// Without the trait that lets XLA capture them in command buffers: the host threads could not meet,
 // since each decides by itself when to capture again, and captured commands are ordered by the
 // buffers they touch, of which XLA does not know the heap that two calls share.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCuda, jax_mok::ffi::execute_guarded,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<jax_mok::ffi::MaybeCommunicators>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCudaPrepare,
+                              jax_mok::ffi::prepare_guarded<jax_mok::ffi::ForwardPass>,
+                              jax_mok::ffi::bind_prepare());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCudaInitialize,
+                              jax_mok::ffi::initialize_guarded<jax_mok::ffi::ForwardPass>,
+                              jax_mok::ffi::bind_initialize());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCuda,
+                              jax_mok::ffi::execute_guarded<jax_mok::ffi::ForwardPass>,
+                              jax_mok::ffi::bind_execute());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCudaPrepare,
+                              jax_mok::ffi::prepare_guarded<jax_mok::ffi::BackwardPass>,
+                              jax_mok::ffi::bind_prepare());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCudaInitialize,
+                              jax_mok::ffi::initialize_guarded<jax_mok::ffi::BackwardPass>,
+                              jax_mok::ffi::bind_initialize());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCuda,
+                              jax_mok::ffi::execute_guarded<jax_mok::ffi::BackwardPass>,
+                              jax_mok::ffi::bind_execute());

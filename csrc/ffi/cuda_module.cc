@@ -26,12 +26,18 @@ nb::capsule capsule(T* pointer) {
 }
 
 nb::dict handlers() {
-  nb::dict stages;
-  stages["prepare"] = capsule(JaxMokForwardCudaPrepare);
-  stages["initialize"] = capsule(JaxMokForwardCudaInitialize);
-  stages["execute"] = capsule(JaxMokForwardCuda);
+  const auto stages = [](auto* prepare, auto* initialize, auto* execute) {
+    nb::dict result;
+    result["prepare"] = capsule(prepare);
+    result["initialize"] = capsule(initialize);
+    result["execute"] = capsule(execute);
+    return result;
+  };
   nb::dict result;
-  result["jax_mok_forward_cuda"] = stages;
+  result["jax_mok_forward_cuda"] =
+      stages(JaxMokForwardCudaPrepare, JaxMokForwardCudaInitialize, JaxMokForwardCuda);
+  result["jax_mok_backward_cuda"] =
+      stages(JaxMokBackwardCudaPrepare, JaxMokBackwardCudaInitialize, JaxMokBackwardCuda);
   return result;
 }
 
@@ -42,6 +48,9 @@ struct DictSource {
 };
 
 cuda::ForwardFacts facts(const nb::dict& dict) { return ffi::read_facts(DictSource{dict}); }
+cuda::BackwardFacts backward_facts(const nb::dict& dict) {
+  return ffi::read_backward_facts(DictSource{dict});
+}
 
 void require(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
@@ -152,13 +161,28 @@ NB_MODULE(_cuda_core, m) {
   m.def("handlers", &handlers, "XLA FFI handlers for the CUDA platform, by target name");
   m.def(
       "check", [](const nb::dict& f) { return cuda::check(facts(f)); }, nb::arg("facts"),
-      "Empty, or why a call with these facts cannot run");
+      "Empty, or why a forward call with these facts cannot run");
+  m.def(
+      "check_backward", [](const nb::dict& f) { return cuda::check_backward(backward_facts(f)); },
+      nb::arg("facts"), "Empty, or why a backward call with these facts cannot run");
   m.def(
       "workspace_bytes",
       [](const nb::dict& f, int num_sms) { return cuda::workspace_bytes(facts(f), num_sms); },
       nb::arg("facts"), nb::arg("num_sms"));
   m.def(
-      "heap_bytes", [](const nb::dict& f) { return cuda::heap_bytes(facts(f)); }, nb::arg("facts"));
+      "backward_workspace_bytes",
+      [](const nb::dict& f, int num_sms) {
+        return cuda::backward_workspace_bytes(backward_facts(f), num_sms);
+      },
+      nb::arg("facts"), nb::arg("num_sms"));
+  m.def(
+      "heap_bytes", [](const nb::dict& f) { return ffi::layer_heap_bytes(facts(f)); },
+      nb::arg("facts"), "Of one rank's peer heap, for both passes");
+  m.def(
+      "saved_rows", [](const nb::dict& f) { return cuda::saved_rows(facts(f)); }, nb::arg("facts"),
+      "Rows of what one rank's forward leaves for the backward");
+  m.def("forward_calls", &ffi::cuda_forward_calls, "Launches so far, one for each device");
+  m.def("backward_calls", &ffi::cuda_backward_calls);
   m.def("devices", &devices, "All GPUs that CUDA sees; RuntimeError without a driver");
   m.def("device_limits", &device_limits, nb::arg("device"));
   m.def("can_access_peer", &can_access_peer, nb::arg("device"), nb::arg("peer"));

@@ -4,6 +4,7 @@ import datetime
 import json
 import pathlib
 import platform
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,33 +30,48 @@ def environment() -> dict[str, Any]:
     }
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    """One line per candidate; those that could not run say why."""
+def print_table(
+    title: str, columns: Sequence[tuple[str, Callable[[dict], str]]], rows: list[dict[str, Any]]
+) -> None:
+    """One line per row, `columns` being (heading, text of a row); rows with "why_not" say why."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
-    for column in ("candidate", "ms", "min-max", "TFLOP/s per device", "of the floor", "temp MB"):
-        table.add_column(column, justify="left" if column == "candidate" else "right")
-    for row in rows:
+    table = Table(title=Text(title), title_justify="left")
+    for index, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in rows:  # Text, for brackets in a name are no markup
         if "why_not" in row:
-            table.add_row(row["candidate"], "-", "", "", "", "", style="dim")
-            continue
-        low, high = row["spread_ms"]
-        memory = row["temp_bytes"]
-        table.add_row(
-            row["candidate"],
-            f"{row['ms']:.3f}",
-            f"{low:.3f}-{high:.3f}",
-            f"{row['tflops']:.3g}",
-            f"{row['share_of_floor']:.0%}",
-            "-" if memory is None else f"{memory / 1e6:.0f}",
-        )
-    console = Console(width=max(100, Console().width))
+            table.add_row(Text(row["candidate"]), "-", style="dim")
+        else:
+            table.add_row(*(Text(text(row)) for _, text in columns))
+    console = Console(width=max(140, Console().width))
     console.print(table)
     for row in rows:
         if "why_not" in row:
-            console.print(f"{row['candidate']}: not run: {row['why_not']}", style="dim")
+            console.print(Text(f"{row['candidate']}: not run: {row['why_not']}"), style="dim")
+
+
+def print_layer(title: str, rows: list[dict[str, Any]]) -> None:
+    print_table(
+        title,
+        [
+            ("candidate", lambda r: r["candidate"]),
+            ("ms", lambda r: f"{r['ms']:.3f}"),
+            ("min-max", lambda r: f"{r['spread_ms'][0]:.3f}-{r['spread_ms'][1]:.3f}"),
+            ("TFLOP/s per device", lambda r: f"{r['tflops']:.3g}"),
+            ("of the floor", lambda r: f"{r['share_of_floor']:.0%}"),
+            ("temp MB", lambda r: megabytes(r["temp_bytes"])),
+            ("peak MB", lambda r: megabytes(r["peak_bytes"])),
+            ("peer heap MB", lambda r: megabytes(r["peer_heap_bytes"])),
+        ],
+        rows,
+    )
+
+
+def megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.0f}"
 
 
 def save(name: str, record: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
@@ -67,26 +83,29 @@ def save(name: str, record: dict[str, Any], folder: pathlib.Path) -> pathlib.Pat
 
 def plot(record: dict[str, Any], path: pathlib.Path) -> None:
     """Milliseconds: lines over what was swept (tokens or minibatch), else bars per problem."""
+    problems = record["problems"]
+    values = lambda field: {p["problem"][field] for p in problems}
+    swept = [f for f in ("tokens", "minibatch") if len(values(f)) > 1 and None not in values(f)]
+    one_layer = len({p["problem"]["shape"]["name"] for p in problems}) == 1
+    draw = _lines if len(swept) == 1 and one_layer else _bars
+    _figure(record, path, lambda plt: draw(plt, problems, *swept[:1]), "; dashed: floor")
+
+
+def plot_step(record: dict[str, Any], path: pathlib.Path) -> None:
+    """Bars of ms per step: what is left without the expert layers, and what they add."""
+    _figure(record, path, lambda plt: _step_bars(plt, record), "")
+
+
+def _figure(record, path, draw, note):
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    problems = record["problems"]
-    swept = [
-        field
-        for field in ("tokens", "minibatch")
-        if len({p["problem"][field] for p in problems}) == len(problems) > 1
-        and None not in {p["problem"][field] for p in problems}
-    ]
-    if swept:
-        figure = _lines(plt, problems, swept[0])
-    else:
-        figure = _bars(plt, problems)
+    figure = draw(plt)
     env = record["environment"]
     figure.suptitle(
-        f"{env['devices']} x {env['device']}, jax {env['jax']}, {env['date']}; dashed: floor",
-        fontsize=8,
+        f"{env['devices']} x {env['device']}, jax {env['jax']}, {env['date']}{note}", fontsize=8
     )
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -99,42 +118,73 @@ def _candidates(problems) -> list[str]:
     return list(dict.fromkeys(row["candidate"] for row in rows))
 
 
-def _bars(plt, problems):
+def _colors(names) -> list[str]:
+    return ["C0" if name.startswith("jax_mok") else "0.7" for name in names]
+
+
+def _bars(plt, problems, *_):
     names = _candidates(problems)
     figure, axes = plt.subplots(
         1, len(problems), figsize=(2 + 3 * len(problems), 3.6), squeeze=False
     )
     for axis, problem in zip(axes[0], problems):
         times = {row["candidate"]: row["ms"] for row in problem["rows"] if "ms" in row}
-        colors = ["C0" if name == "jax_mok" else "0.7" for name in names]
-        axis.bar(names, [times.get(name, 0) for name in names], color=colors)
+        axis.bar(names, [times.get(name, 0) for name in names], color=_colors(names))
+        # A bar that would make all others invisible goes out of the picture.
+        top = max(ms for ms in times.values() if ms <= 10 * min(times.values()))
+        axis.set_ylim(0, 1.15 * top)
         for x, name in enumerate(names):
+            beyond = times.get(name, 0) > top
             text = f"{times[name]:.3g}" if name in times else "not run"
-            axis.text(x, times.get(name, 0), text, ha="center", va="bottom", fontsize=8)
+            height = 1.06 * top if beyond else times.get(name, 0)
+            axis.text(x, height, text + " ↑" * beyond, ha="center", va="bottom", fontsize=8)
         axis.axhline(problem["floor_ms"], color="C3", linewidth=1, linestyle="--")
         axis.set_title(problem["title"].replace("; ", "\n"), fontsize=7)
         axis.set_ylabel("ms")
-        axis.margins(y=0.15)
         axis.tick_params(axis="x", labelrotation=20)
     return figure
 
 
 def _lines(plt, problems, field: str):
+    """A line per candidate and routing."""
     figure, axis = plt.subplots(figsize=(6, 4))
+    routings = list(dict.fromkeys(p["problem"]["routing"] for p in problems))
     for name in _candidates(problems):
-        points = [
-            (problem["problem"][field], row["ms"])
-            for problem in problems
-            for row in problem["rows"]
-            if row["candidate"] == name and "ms" in row
-        ]
-        axis.plot(*zip(*points), marker="o", label=name)
-    floor = [(problem["problem"][field], problem["floor_ms"]) for problem in problems]
+        for routing in routings:
+            points = [
+                (problem["problem"][field], row["ms"])
+                for problem in problems
+                for row in problem["rows"]
+                if problem["problem"]["routing"] == routing
+                and row["candidate"] == name
+                and "ms" in row
+            ]
+            if points:
+                label = name if len(routings) == 1 else f"{name}, {routing}"
+                axis.plot(*zip(*sorted(points)), marker="o", label=label)
+    floor = sorted({(problem["problem"][field], problem["floor_ms"]) for problem in problems})
     axis.plot(*zip(*floor), color="C3", linestyle="--", linewidth=1)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlabel({"tokens": "tokens per rank", "minibatch": "minibatch rows"}[field])
     axis.set_ylabel("ms")
     axis.set_title(problems[0]["title"].replace("; ", "\n"), fontsize=7)
-    axis.legend()
+    axis.legend(fontsize=7)
+    return figure
+
+
+def _step_bars(plt, record):
+    rows = [row for row in record["rows"] if "ms" in row]
+    names = [row["candidate"] for row in rows]
+    figure, axis = plt.subplots(figsize=(2 + 1.3 * len(rows), 3.8))
+    without = record["without_experts_ms"]
+    axis.bar(names, [row["ms"] for row in rows], color=_colors(names))
+    axis.bar(names, [without] * len(rows), color="0.4")
+    for x, row in enumerate(rows):
+        text = f"{row['ms']:.4g} ms\n{row['tokens_per_second']:,.0f} tokens/s"
+        axis.text(x, row["ms"], text, ha="center", va="bottom", fontsize=7)
+    axis.set_title(record["title"].replace("; ", "\n") + "\ndark: all but the experts", fontsize=7)
+    axis.set_ylabel("ms per step")
+    axis.margins(y=0.2)
+    axis.tick_params(axis="x", labelrotation=20)
     return figure

@@ -1,4 +1,4 @@
-"""The benchmark itself: problems from the command line, candidates in turns, report."""
+"""The command line of the benchmark, and the benchmark of one layer."""
 
 import argparse
 import dataclasses
@@ -7,13 +7,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from jax_mok.bench import report, timing
-from jax_mok.bench.candidates import CANDIDATES, Unavailable
-from jax_mok.bench.problem import ROUTINGS, Problem
-from jax_mok.shapes import SHAPES, MoeShape
-
-# Where there is no accelerator: a layer that a CPU computes in a second or so.
-CPU_SHAPE = MoeShape("cpu-default", 512, 1024, 16, 2)
+import jax_mok
+from jax_mok.bench import candidates, latency, report, step, timing
+from jax_mok.bench.problem import ROUTINGS, Problem, problems_of
+from jax_mok.shapes import SHAPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minibatch", type=int, nargs="+", default=[None], help="rows; default: chosen by jax_mok"
     )
-    parser.add_argument("--backward", action="store_true", help="forward and backward")
-    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--backward", action="store_true", help="forward and backward")
+    what.add_argument(
+        "--step", action="store_true", help="a training step of attention and experts instead"
+    )
+    what.add_argument(
+        "--latency", action="store_true", help="calls with few tokens, and what the links carry"
+    )
+    parser.add_argument(
+        "--candidates",
+        nargs="+",
+        choices=dict.fromkeys((*candidates.CHOICES, *candidates.LAYERS)),
+        default=list(candidates.CHOICES),
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each round and candidate")
     parser.add_argument("--save", metavar="NAME", help="keep NAME.json and NAME.png")
@@ -45,32 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link", type=float, default=333.0, help="GB/s each way between two ranks, for the floor"
     )
+    parser.add_argument("--layers", type=int, help="of --step; default: as many as fit")
+    parser.add_argument("--sequence", type=int, help="tokens of a sequence of --step")
 
 
 def main(args: argparse.Namespace) -> int:
-    on_cpu = jax.default_backend() == "cpu"
-    names = args.shape or (["cpu-default"] if on_cpu else ["qwen3-30b-a3b"])
-    known = SHAPES | {CPU_SHAPE.name: CPU_SHAPE}
-    unknown = [n for n in names if n not in known]
-    if unknown:
-        raise SystemExit(f"--shape: {unknown} is not among {', '.join(known)}.")
-    changes = {
-        "hidden_size": args.hidden,
-        "intermediate_size": args.intermediate,
-        "num_experts": args.experts,
-        "top_k": args.top_k,
-    }
-    changes = {k: v for k, v in changes.items() if v is not None}
-    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
-    ranks = args.ranks or len(jax.devices())
-    tokens = args.tokens or ([512] if on_cpu else [8192])
-    problems = [
-        Problem(dataclasses.replace(known[n], **changes), t, ranks, dtype, routing, minibatch)
-        for n in names
-        for t in tokens
-        for routing in args.routing
-        for minibatch in args.minibatch
-    ]
+    if args.step:
+        return step.main(args)
+    if args.latency:
+        return latency.main(args)
+    problems = problems_of(args)
+    on_cpu, dtype = jax.default_backend() == "cpu", problems[0].dtype
     ceiling = timing.matmul_ceiling(jnp.dtype(dtype))
     print(f"{report.environment()}\nmatmul ceiling: {ceiling:.4g} TFLOP/s per device ({dtype})")
     record = {
@@ -101,34 +95,42 @@ def _measure(problem: Problem, args, ceiling: float, *, shared_device: bool) -> 
         f"{problem.dtype}, {problem.routing}, {'forward + backward' if passes == 3 else 'forward'}"
     )
     arguments = problem.arguments()
+    names = candidates.expand(args.candidates, backward=args.backward)
     runs, rows, memory = {}, [], {}
-    for name in args.candidates:
+    for name in names:
         try:
-            run = CANDIDATES[name](problem, arguments, args.backward)
+            run = candidates.make_run(name, problem, arguments, args.backward)
             if hasattr(run, "lower"):
-                analysis = run.lower(*arguments).compile().memory_analysis()
-                memory[name] = getattr(analysis, "temp_size_in_bytes", None)
+                run = run.lower(*arguments).compile()
+                memory[name] = timing.memory_of(run)
             timing.wait(run(*arguments))
             runs[name] = run
-        except Unavailable as e:
+        except candidates.Unavailable as e:
             rows.append({"candidate": name, "why_not": str(e)})
         except Exception as e:  # a rival that fails is a result of the run, not its end
-            if name == "jax_mok":
+            if candidates.is_ours(name):
                 raise
             rows.append({"candidate": name, "why_not": f"{type(e).__name__}: {str(e)[:200]}"})
+        if candidates.is_ours(name):
+            jax_mok.check_status()
     times = timing.in_turns(runs, arguments, rounds=args.rounds, seconds=args.seconds)
+    jax_mok.check_status()
     for name, measured in times.items():
         rows.append(
             {
                 "candidate": name,
                 "ms": measured.median,
                 "spread_ms": measured.spread,
+                "rounds": len(measured.rounds),
                 "tflops": flops / measured.median / 1e9,
                 "share_of_floor": floor / measured.median,
-                "temp_bytes": memory.get(name),
+                "temp_bytes": None,
+                "peak_bytes": None,
+                **memory.get(name, {}),
+                "peer_heap_bytes": timing.peer_heap_bytes() if candidates.is_ours(name) else None,
             }
         )
-    rows.sort(key=lambda r: list(CANDIDATES).index(r["candidate"]))
-    report.print_table(title, rows)
-    facts = dataclasses.asdict(problem) | {"shape": dataclasses.asdict(shape)}
+    rows.sort(key=lambda r: names.index(r["candidate"]))
+    report.print_layer(title, rows)
+    facts = dataclasses.asdict(problem) | {"imbalance": problem.imbalance}
     return {"title": title, "floor_ms": floor, "rows": rows, "problem": facts}

@@ -1,5 +1,6 @@
-"""Run by test_forward_jax.py in processes of their own: layers in a row, in a scan, and again with
-other weights in the same program; prints hashes of the results and how often the kernel ran.
+"""Run by the GPU tests in processes of their own: layers in a row, in a scan, and again with other
+weights in the same program, or ("gradient") the gradients of that; prints hashes of the results and
+how often the kernels ran.
 """
 
 import hashlib
@@ -31,12 +32,20 @@ def chain(args, ids):
     return jax.lax.scan(step, x, None, length=3)[0]
 
 
+def chain_gradients(args, ids):
+    return jax.value_and_grad(lambda a: jnp.sum(jnp.square(chain(a, ids).astype(jnp.float32))))(
+        args
+    )
+
+
+function = {"forward": chain, "gradient": chain_gradients}[sys.argv[1]]
 hashes = []
 for ranks in (1, 4):
     with _cuda.testing(virtual_ranks=ranks):
-        program = jax.jit(chain).lower(case.args, case.ids).compile()
+        program = jax.jit(function).lower(case.args, case.ids).compile()
         for c in (case, other, case, case, other):  # the first runs capture, later ones replay
-            y = jax_mok.synchronize(program(c.args, c.ids))
-            hashes.append(hashlib.sha256(np.asarray(y).tobytes()).hexdigest()[:16])
-calls = jax_mok.call_counts()["forward"]
-print(json.dumps({"hashes": hashes, "calls": calls}))
+            digest = hashlib.sha256()
+            for leaf in jax.tree.leaves(jax_mok.synchronize(program(c.args, c.ids))):
+                digest.update(np.asarray(leaf).tobytes())
+            hashes.append(digest.hexdigest()[:16])
+print(json.dumps({"hashes": hashes, "calls": jax_mok.call_counts()}))

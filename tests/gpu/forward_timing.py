@@ -10,6 +10,7 @@ import random
 import statistics
 
 import kernel_library as kl
+from kernel_cases import ROUTINGS, Problem, make_inputs
 
 # hidden, intermediate, experts (all, or those of one rank), top_k
 MODELS = {
@@ -20,6 +21,7 @@ MODELS = {
     "qwen3.5-397b": (4096, 1024, 512, 10),
     "deepseek-v4-pro/192": (7168, 3072, 192, 6),
 }
+MATMUL = "torch matmul 8192^3"
 
 
 def time_call(torch, launch, repeats):
@@ -51,38 +53,84 @@ def measure(torch, candidates, rounds, milliseconds=40):
     return times
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", default=list(MODELS)[:2])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--routing", default="uniform")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--library", nargs="*", help="built libraries instead of a fresh build")
-    parser.add_argument("--settings", nargs="*", default=[""], help="e.g. comm_sms=8,ring=8192")
-    args = parser.parse_args()
-    libraries = {str(path): kl.Kernels(path) for path in args.library or [kl.build()]}
-    torch = next(iter(libraries.values())).torch
+def fail_on_faults(calls):
+    """A call that gave up was quick: {name: call}."""
+    for name, call in calls.items():
+        faults = call.faults()
+        assert not faults, (name, faults)
+
+
+def gemm_flops(problem):
+    """Of one of the three expert GEMMs, without padding."""
+    p = problem
+    return 2 * p.ranks * p.tokens * p.top_k * p.hidden * p.intermediate
+
+
+def add_matmul(torch, candidates, work):
+    """The ceiling of the run, first among the candidates; `work`: {name: floating point
+    operations}.
+    """
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    candidates[MATMUL] = lambda: a @ a
+    work[MATMUL] = 2 * 8192**3
+
+
+def report(times, work):
+    """One line a candidate: median, range, rate, and the rate as a share of the matmul's."""
+    ceiling = work[MATMUL] / statistics.median(times[MATMUL])
+    for name, ms in times.items():
+        median = statistics.median(ms)
+        rate = work[name] / median
+        print(
+            f"  {name:52s} {median:8.3f} ms [{min(ms):.3f} .. {max(ms):.3f}]"
+            f" {rate * 1e-9:6.0f} TFLOP/s {100 * rate / ceiling:4.0f} %",
+            flush=True,
+        )
+
+
+def parser(description):
+    """The options that all timings have."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("models", nargs="*", default=list(MODELS)[:2], help=" ".join(MODELS))
+    options.add_argument("--tokens", type=int, default=8192)
+    options.add_argument("--routing", default="uniform", choices=ROUTINGS)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--library", nargs="*", help="built libraries instead of a fresh build")
+    options.add_argument("--settings", nargs="*", default=[""], help="e.g. comm_sms=8,ring=8192")
+    return options
+
+
+def variants(args):
+    """[(label, kernels, settings)] of every library under every settings."""
+    libraries = {str(path): kl.Kernels(path) for path in args.library or [kl.build()]}
+    found = []
+    for path, kernels in libraries.items():
+        for text in args.settings:
+            library = path.rsplit("/")[-1] if len(libraries) > 1 else ""
+            label = " ".join(filter(None, [library, text]))
+            found.append((label, kernels, parse_settings(text)))
+    return found
+
+
+def main():
+    args = parser(__doc__.splitlines()[0]).parse_args()
+    libraries = variants(args)
+    torch = libraries[0][1].torch
     for name in args.models:
-        problem = kl.Problem(args.tokens, *MODELS[name])
-        inputs = kl.make_inputs(torch, problem, routing=args.routing)
-        candidates = {"torch matmul 8192^3": lambda: a @ a}
-        for path, kernels in libraries.items():
-            for text in args.settings:
-                key = " ".join([path.rsplit("/")[-1]] * (len(libraries) > 1) + [text or "default"])
-                call = kl.Call(kernels, problem, inputs, parse_settings(text))
-                candidates[key] = call.launch
-        flops = 6 * problem.tokens * problem.top_k * problem.hidden * problem.intermediate
+        problem = Problem(args.tokens, *MODELS[name])
+        inputs = make_inputs(torch, problem, routing=args.routing)
+        candidates, work, calls = {}, {}, {}
+        add_matmul(torch, candidates, work)
+        for label, kernels, settings in libraries:
+            key = label or "default"
+            calls[key] = kl.Call(kernels, problem, inputs, settings)
+            candidates[key] = calls[key].launch
+            work[key] = 3 * gemm_flops(problem)
         print(f"{name}: {problem.tokens} tokens, {args.routing} routing", flush=True)
-        for key, ms in measure(torch, candidates, args.rounds).items():
-            work = 2 * 8192**3 if key.startswith("torch") else flops
-            median = statistics.median(ms)
-            print(
-                f"  {key:40s} {median:8.3f} ms [{min(ms):.3f} .. {max(ms):.3f}]"
-                f" {work / median * 1e-9:6.0f} TFLOP/s",
-                flush=True,
-            )
-        del candidates, call, inputs
+        times = measure(torch, candidates, args.rounds)
+        fail_on_faults(calls)
+        report(times, work)
+        del candidates, calls, inputs
         torch.cuda.empty_cache()
 
 

@@ -3,18 +3,74 @@ shape, however many experts there are.
 """
 
 import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jax_mok
+from jax_mok import _cuda
 from jax_mok.config import resolve_activation
 
 TOLERANCE = 6e-3  # relative L2 of bfloat16 results against float32
+GRADIENT_TOLERANCE = 1e-2  # likewise, of a gradient, those of weights and biases by expert
 
 ROUTINGS = ("uniform", "zipf", "one rank", "one expert", "some empty")
+
+
+SHAPES = {
+    "least": dict(tokens=1, hidden=64, intermediate=64, num_experts=1, top_k=1),
+    "one token": dict(tokens=1, hidden=256, intermediate=128, num_experts=256, top_k=8),
+    "odd": dict(tokens=321, hidden=192, intermediate=320, num_experts=8, top_k=3),
+    "padded": dict(
+        tokens=133,
+        hidden=200,
+        intermediate=72,
+        num_experts=12,
+        top_k=2,
+        biases=True,
+        shared=40,
+        shared_gate=True,
+    ),
+    "gpt-oss": dict(
+        tokens=257,
+        hidden=2880,
+        intermediate=2880,
+        num_experts=8,
+        top_k=4,
+        biases=True,
+        activation=jax_mok.Swiglu(1.702, 7.0, 1.0),
+    ),
+    "hidden 8192": dict(tokens=200, hidden=8192, intermediate=768, num_experts=8, top_k=2),
+    "intermediate 1408": dict(
+        tokens=500, hidden=2048, intermediate=1408, num_experts=16, top_k=6, shared=2816
+    ),
+    "512 experts": dict(tokens=512, hidden=256, intermediate=128, num_experts=512, top_k=10),
+    "top-16": dict(tokens=300, hidden=512, intermediate=192, num_experts=40, top_k=16),
+    "geglu": dict(
+        tokens=300, hidden=512, intermediate=256, num_experts=8, top_k=2, activation="geglu"
+    ),
+    "reglu": dict(
+        tokens=300, hidden=512, intermediate=256, num_experts=8, top_k=2, activation="reglu"
+    ),
+    "qwen3-30b": dict(tokens=2048, hidden=2048, intermediate=768, num_experts=64, top_k=8),
+}
+
+
+def require_hopper(mesh=None) -> None:
+    """Skips where the kernels cannot run; nothing is left over from the test before."""
+    topology = jax_mok._topology.find(mesh, None if mesh is None else "expert", ())
+    why = _cuda.why_not(topology) if _cuda.handles(topology) else "the default device is no GPU"
+    if why:
+        pytest.skip(why)
+    jax_mok.check_status()
 
 
 def routed_ids(routing, count, num_experts, top_k, *, unused=0.0, seed=0) -> np.ndarray:
@@ -133,3 +189,107 @@ def run(case, **options) -> np.ndarray:
     """One jitted call on one device, checked for faults; traced anew each time."""
     y = jax.jit(lambda a, i: case.call(a, ids=i, **{"implementation": "fused", **options}))
     return np.asarray(jax_mok.synchronize(y(case.args, case.ids)))
+
+
+def gradients_function(case, **options):
+    """(args, ids) -> (y, gradients of <cotangent, y>), to be jitted."""
+
+    def run(args, ids):
+        call = lambda a: case.call(a, ids=ids, **{"implementation": "fused", **options})
+        y, vjp = jax.vjp(call, args)
+        return y, vjp(case.cotangent)[0]
+
+    return run
+
+
+def gradients(case, **options):
+    """The gradients of one jitted call on one device, checked for faults; traced anew each time."""
+    _, grads = jax.jit(gradients_function(case, **options))(case.args, case.ids)
+    return jax.tree.map(np.asarray, jax_mok.synchronize(grads))
+
+
+def want_gradients(case):
+    """What they should be: float32 autodiff of the oracle."""
+
+    @jax.jit
+    def run(args, cotangent):
+        wide = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float32), tree)
+        _, vjp = jax.vjp(lambda a: case.call(a, moe=reference), wide(args))
+        return vjp(wide(cotangent))[0]
+
+    return jax.tree.map(np.asarray, run(case.args, case.cotangent))
+
+
+def gradient_errors(grads, wanted, case) -> dict[str, float]:
+    """Largest relative L2 of each gradient. Those of weights and biases count by expert; exactly
+    zero is wanted of an expert without tokens and of an unused slot."""
+    ids = np.asarray(case.ids)
+    chosen = np.zeros(len(case.w_gate), bool)
+    chosen[ids[ids >= 0]] = True
+    names = ("x", "expert_weights", "w_gate", "w_up", "w_down", "biases", "shared")
+    errors = {}
+    for name, grad, want in zip(names, grads, wanted, strict=True):
+        leaves, wants = jax.tree.leaves(grad), jax.tree.leaves(want)
+        assert len(leaves) == len(wants)
+        for i, (g, w) in enumerate(zip(leaves, wants)):
+            assert g.shape == w.shape
+            pairs = [(g, w)]
+            if name.startswith("w_") or name == "biases":
+                assert not g[~chosen].any(), f"{name} {i}: experts without tokens"
+                pairs = list(zip(g[chosen], w[chosen]))
+            if name == "expert_weights":
+                assert not g[ids < 0].any(), "unused slots"
+            worst = max((cases.relative_l2(*pair) for pair in pairs), default=0.0)
+            errors[f"{name} {i}" if len(leaves) > 1 else name] = worst
+    return errors
+
+
+def assert_gradients(grads, case, tolerance=GRADIENT_TOLERANCE):
+    errors = gradient_errors(grads, want_gradients(case), case)
+    print({name: f"{error:.1e}" for name, error in errors.items()})
+    assert all(error < tolerance for error in errors.values()), errors  # NaN is not less
+
+
+def stacked(case, layers):
+    """Weights of `layers` different layers, for a scan."""
+    _, *rest = case.args
+    return jax.tree.map(
+        lambda a: jnp.stack([jnp.roll(a, i, 0) for i in range(layers)]), tuple(rest)
+    )
+
+
+def normalized(x):
+    x = x.astype(jnp.float32)
+    return (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)).astype(jnp.bfloat16)
+
+
+COMMAND_BUFFERS = {
+    "off": "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
+    "on": "--xla_gpu_autotune_level=0 --xla_gpu_graph_min_graph_size=1 "
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES",
+}
+
+
+def command_buffer_results(what) -> dict:
+    """What command_buffer_worker.py prints with command buffers off and on, in processes of their
+    own: XLA reads its flags once."""
+    worker = pathlib.Path(__file__).with_name("command_buffer_worker.py")
+    results = {}
+    for name, flags in COMMAND_BUFFERS.items():
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": flags,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        done = subprocess.run(
+            [sys.executable, str(worker), what],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, results[name])
+    return results

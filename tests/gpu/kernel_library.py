@@ -1,10 +1,11 @@
 """Builds csrc/cuda with nvcc alone and calls it through ctypes: kernel tests without JAX.
 
-All ranks are virtual ranks of one launch on one GPU; torch holds the memory and is the oracle.
+All ranks are virtual ranks of one launch on one GPU; torch holds the memory.
 """
 
 import ctypes
 import dataclasses
+import functools
 import os
 import pathlib
 import shutil
@@ -13,8 +14,9 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
+import kernel_cases
+
 CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
-SOURCES = ["cuda/forward_sm90.cu", "cuda/plan_kernels.cu", "cuda/launch.cu", "cuda/layout.cc"]
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -26,32 +28,35 @@ NVCC_FLAGS = [
 MAX_RANKS = 128
 
 
+def sources():
+    """All kernels, their layouts, and the C interface; not what needs NCCL."""
+    folder = CSRC / "cuda"
+    found = [*sorted(folder.glob("*.cu")), *sorted(folder.glob("*layout.cc"))]
+    return [*found, pathlib.Path(__file__).parent / "kernel_c_api.cc"]
+
+
 def build(folder=None):
     """Compiles the kernels into a shared library and returns its path."""
     folder = pathlib.Path(folder or tempfile.mkdtemp(prefix="mok_kernels_"))
-    sources = [CSRC / s for s in SOURCES]
-    sources.append(pathlib.Path(__file__).parent / "forward_c_api.cc")
-    objects = [folder / (s.stem + ".o") for s in sources]
 
-    def compile_one(pair):
-        source, target = pair
+    def compile_one(source):
+        target = folder / (source.name + ".o")
         command = ["nvcc", *NVCC_FLAGS, "-c", str(source), "-o", str(target)]
-        subprocess.run(command, check=True, timeout=300)
+        subprocess.run(command, check=True, timeout=500)
+        return str(target)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, zip(sources, objects)))
+        objects = list(pool.map(compile_one, sources()))
     library = folder / "libmok_kernels.so"
     subprocess.run(
-        ["nvcc", *NVCC_FLAGS, "-shared", "-o", str(library), *map(str, objects)],
-        check=True,
-        timeout=120,
+        ["nvcc", *NVCC_FLAGS, "-shared", "-o", str(library), *objects], check=True, timeout=120
     )
     return library
 
 
 def missing():
     """Why kernel tests cannot run here, or None."""
-    if shutil.which("nvcc") is None:
+    if shutil.which("nvcc") is None and "JAX_MOK_KERNEL_LIBRARY" not in os.environ:
         return "needs nvcc"
     try:
         import torch
@@ -60,6 +65,15 @@ def missing():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return "needs a Hopper GPU"
     return None
+
+
+@functools.cache
+def load():
+    """The kernels of JAX_MOK_KERNEL_LIBRARY, or built now; once per process."""
+    if built := os.environ.get("JAX_MOK_KERNEL_LIBRARY"):
+        return Kernels(built)
+    with tempfile.TemporaryDirectory(prefix="mok_kernels_") as folder:
+        return Kernels(build(folder))
 
 
 class _Activation(ctypes.Structure):
@@ -84,6 +98,7 @@ class _Facts(ctypes.Structure):
         ("has_biases", ctypes.c_bool),
         ("shared_intermediate", ctypes.c_int32),
         ("has_shared_gate", ctypes.c_bool),
+        ("save", ctypes.c_bool),
         ("num_comm_sms", ctypes.c_int32),
         ("minibatch_size", ctypes.c_int32),
         ("macrobatch_size", ctypes.c_int32),
@@ -93,18 +108,31 @@ class _Facts(ctypes.Structure):
     ]
 
 
-_POINTERS = (
-    "x expert_ids expert_weights w_gate w_up w_down b_gate b_up b_down s_gate s_up s_down s_scale "
-    "y workspace"
-).split()
+class _BackwardFacts(_Facts):
+    _fields_ = [("float32_weight_grads", ctypes.c_bool)]
 
 
-class _Buffers(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in _POINTERS],
+def _buffers_structure(name, pointers):
+    fields = [
+        *[(pointer, ctypes.c_void_p) for pointer in pointers.split()],
         ("heaps", ctypes.c_void_p * MAX_RANKS),
         ("status", ctypes.c_void_p),
     ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+_WEIGHTS = "w_gate w_up w_down b_gate b_up b_down s_gate s_up s_down s_scale "
+_Buffers = _buffers_structure(
+    "_Buffers",
+    "x expert_ids expert_weights " + _WEIGHTS + "y saved_x saved_gate_up workspace",
+)
+_BackwardBuffers = _buffers_structure(
+    "_BackwardBuffers",
+    "x dy expert_ids expert_weights "
+    + _WEIGHTS
+    + "saved_x saved_gate_up dx d_expert_weights dw_gate dw_up dw_down db_gate db_up db_down "
+    "ds_gate ds_up ds_down ds_scale workspace",
+)
 
 
 class _Hooks(ctypes.Structure):
@@ -113,25 +141,6 @@ class _Hooks(ctypes.Structure):
 
 STATUS_FIELDS = "code rank phase tile counter value target call".split()
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "reglu": 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Sizes and activation of a layer; `tokens` is per rank."""
-
-    tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    ranks: int = 1
-    activation: str = "swiglu"
-    alpha: float = 1.0
-    limit: float = float("inf")
-    up_offset: float = 0.0
-    biases: bool = False
-    shared: int = 0
-    shared_gate: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,36 +153,75 @@ class Settings:
     start_timeout: float = 5.0
     jitter_seed: int = 0
     absent_rank: int = -1
+    save: bool = False  # of a forward: leave residuals for the backward
+    float32_weight_grads: bool = False  # of a backward
+
+
+# Settings that must not change a bit.
+SAME_BITS = {
+    "comm 4": Settings(comm_sms=4),
+    "comm 16": Settings(comm_sms=16),
+    "comm 40": Settings(comm_sms=40),
+    "minibatch 128": Settings(minibatch=128),
+    "minibatch 512": Settings(minibatch=512),
+    "smallest ring": Settings(minibatch=128, ring=128),
+    "smallest macrobatch": Settings(minibatch=128, ring=128, macrobatch=128),
+    "macrobatch 640": Settings(minibatch=384, macrobatch=640),
+    "small ring, comm 8": Settings(minibatch=256, ring=128, macrobatch=1024, comm_sms=8),
+}
+
+
+def load_library(path):
+    """The library with its result types, its structures checked against those above."""
+    lib = ctypes.CDLL(str(path))
+    for name in (
+        "mok_workspace_bytes mok_heap_bytes mok_backward_workspace_bytes mok_backward_heap_bytes "
+        "mok_heap_control_bytes mok_sizeof"
+    ).split():
+        getattr(lib, name).restype = ctypes.c_size_t
+    lib.mok_saved_rows.restype = ctypes.c_int64
+    lib.mok_plan_mismatches.restype = ctypes.c_long
+    lib.mok_error.restype = ctypes.c_char_p
+    structures = {
+        b"ForwardFacts": _Facts,
+        b"ForwardBuffers": _Buffers,
+        b"TestHooks": _Hooks,
+        b"Status": ctypes.c_int32 * len(STATUS_FIELDS),
+        b"BackwardFacts": _BackwardFacts,
+        b"BackwardBuffers": _BackwardBuffers,
+    }
+    for name, structure in structures.items():
+        assert lib.mok_sizeof(name) == ctypes.sizeof(structure), name
+    return lib
 
 
 class Kernels:
-    """The library, and calls of it on torch tensors."""
+    """The library, and the GPU it runs on."""
 
     def __init__(self, path):
         import torch
 
         self.torch = torch
-        self.lib = ctypes.CDLL(str(path))
-        self.lib.mok_workspace_bytes.restype = ctypes.c_size_t
-        self.lib.mok_heap_bytes.restype = ctypes.c_size_t
-        self.lib.mok_plan_mismatches.restype = ctypes.c_long
-        self.lib.mok_sizeof.restype = ctypes.c_size_t
-        self.lib.mok_error.restype = ctypes.c_char_p
-        for i, struct in enumerate((_Facts, _Buffers, _Hooks)):
-            assert self.lib.mok_sizeof(i) == ctypes.sizeof(struct), struct
+        self.device = "cuda"
+        self.lib = load_library(path)
         torch.cuda.init()
         torch.zeros(1, device="cuda")
-        self._ok(self.lib.mok_prepare())
+        self.succeed(self.lib.mok_prepare())
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def _ok(self, code):
+    def succeed(self, code):
         if code != 0:
             raise RuntimeError(self.lib.mok_error(code).decode())
 
-    def facts(self, problem, settings):
+    def stream(self):
+        return ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
+
+    def synchronize(self):
+        self.torch.cuda.synchronize()
+
+    def facts(self, problem, settings, structure=_Facts):
         p, s = problem, settings
-        activation = _Activation(ACTIVATIONS[p.activation], p.alpha, p.limit, p.up_offset)
-        return _Facts(
+        return structure(
             p.ranks,
             p.ranks,
             p.tokens,
@@ -181,10 +229,11 @@ class Kernels:
             p.intermediate,
             p.top_k,
             p.experts,
-            activation,
+            _Activation(ACTIVATIONS[p.activation], p.alpha, p.limit, p.up_offset),
             p.biases,
             p.shared,
             p.shared_gate,
+            s.save,
             s.comm_sms,
             s.minibatch,
             s.macrobatch,
@@ -193,73 +242,146 @@ class Kernels:
             s.start_timeout,
         )
 
+    def backward_facts(self, problem, settings):
+        facts = self.facts(problem, settings, _BackwardFacts)
+        facts.float32_weight_grads = settings.float32_weight_grads
+        return facts
+
     def check(self, problem, settings=Settings()):
+        """What the forward says against these facts, or nothing."""
+        return self._check(self.lib.mok_check, self.facts(problem, settings))
+
+    def check_backward(self, problem, settings=Settings()):
+        return self._check(self.lib.mok_check_backward, self.backward_facts(problem, settings))
+
+    def _check(self, function, facts):
         message = ctypes.create_string_buffer(512)
-        self.lib.mok_check(ctypes.byref(self.facts(problem, settings)), message, 512)
+        function(ctypes.byref(facts), message, 512)
         return message.value.decode()
 
 
-class Call:
-    """Buffers of one layer under fixed settings; `run` can be repeated."""
+class Storage:
+    """Device memory by name: calls that never run at once can share it."""
 
-    def __init__(self, kernels, problem, inputs, settings=Settings()):
-        torch = kernels.torch
+    def __init__(self, kernels):
+        self.kernels, self.tensors = kernels, {}
+
+    def take(self, name, shape, dtype):
+        """A tensor in the memory of that name, which begins with all bytes 0xff."""
+        torch = self.kernels.torch
+        size = dtype.itemsize
+        for n in shape:
+            size *= n
+        have = self.tensors.get(name)
+        if have is None or have.numel() < size:
+            have = torch.full((size,), 255, dtype=torch.uint8, device=self.kernels.device)
+            self.tensors[name] = have
+        return have[:size].view(dtype).view(shape)
+
+    def heaps(self, ranks, size):
+        """[ranks, size] bytes, ready for calls; only calls with heaps of this size share it."""
+        size = (size + 1023) // 1024 * 1024
+        name = ("heaps", ranks, size)
+        new = name not in self.tensors
+        heaps = self.take(name, (ranks, size), self.kernels.torch.uint8)
+        if new:
+            for heap in heaps:
+                address = ctypes.c_void_p(heap.data_ptr())
+                self.kernels.succeed(self.kernels.lib.mok_init_heap(address, self.kernels.stream()))
+        return heaps
+
+
+class _LayerCall:
+    """What forward and backward calls have in common. `run` can be repeated."""
+
+    def __init__(self, kernels, problem, inputs, settings, storage):
         self.kernels, self.problem, self.inputs, self.settings = kernels, problem, inputs, settings
-        self.facts = kernels.facts(problem, settings)
-        wrong = kernels.check(problem, settings)
-        if wrong:
-            raise ValueError(wrong)
-        ranks = problem.ranks
-        by = dict(dtype=torch.uint8, device="cuda")
-        workspace_bytes = kernels.lib.mok_workspace_bytes(ctypes.byref(self.facts), kernels.sms)
-        heap_bytes = kernels.lib.mok_heap_bytes(ctypes.byref(self.facts))
-        heap_bytes = (heap_bytes + 1023) // 1024 * 1024
-        self.workspace = torch.empty(workspace_bytes, **by)
-        self.heap = torch.empty(heap_bytes * ranks, **by)
-        self.status = torch.zeros(ranks, len(STATUS_FIELDS), dtype=torch.int32, device="cuda")
-        self.y = torch.empty(ranks * problem.tokens, problem.hidden, dtype=torch.bfloat16).cuda()
-        self.poison()
-        stream = self._stream()
-        self.buffers = _Buffers()
-        for name in _POINTERS:
-            tensor = {"y": self.y, "workspace": self.workspace}.get(name, inputs.get(name))
-            if tensor is not None:
-                assert tensor.is_contiguous()
-                setattr(self.buffers, name, tensor.data_ptr())
-        for r in range(ranks):
-            self.buffers.heaps[r] = self.heap.data_ptr() + r * heap_bytes
-            kernels._ok(kernels.lib.mok_init_heap(ctypes.c_void_p(self.buffers.heaps[r]), stream))
-        self.buffers.status = self.status.data_ptr()
+        self.storage = storage or Storage(kernels)
+        self.outputs = {}
 
-    def _stream(self):
-        return ctypes.c_void_p(self.kernels.torch.cuda.current_stream().cuda_stream)
+    def _prepare(self, launch, buffers, workspace_bytes, tensors):
+        """`tensors`: outputs and residuals; the rest of the buffers are inputs by their names."""
+        torch, lib, p = self.kernels.torch, self.kernels.lib, self.problem
+        self._launch, self.buffers = launch, buffers
+        self.workspace = self.storage.take("workspace", (workspace_bytes,), torch.uint8)
+        heap_bytes = max(  # one heap serves the forward and the backward
+            lib.mok_heap_bytes(ctypes.byref(self.kernels.facts(p, self.settings))),
+            lib.mok_backward_heap_bytes(
+                ctypes.byref(self.kernels.backward_facts(p, self.settings))
+            ),
+        )
+        self.heaps = self.storage.heaps(p.ranks, heap_bytes)
+        self.status = torch.zeros(
+            p.ranks, len(STATUS_FIELDS), dtype=torch.int32, device=self.kernels.device
+        )
+        tensors = self.inputs | tensors | {"workspace": self.workspace, "status": self.status}
+        for name, kind in buffers._fields_:
+            if kind is ctypes.c_void_p and name in tensors:
+                assert tensors[name].is_contiguous(), name
+                setattr(buffers, name, tensors[name].data_ptr())
+        for r in range(p.ranks):
+            buffers.heaps[r] = self.heaps[r].data_ptr()
 
-    def poison(self, heap=True):
-        """Every byte 0xff: NaN as bf16 and fp32, -1 as a counter."""
+    def poison(self):
+        """Every byte that a call may not rely on 0xff: NaN as bf16 and fp32, -1 as a counter."""
         self.workspace.fill_(255)
-        self.y.fill_(float("nan"))
-        if heap:
-            self.heap.fill_(255)
+        self.heaps[:, self.kernels.lib.mok_heap_control_bytes() :].fill_(255)
+        for tensor in self.outputs.values():
+            tensor.fill_(float("nan"))
 
     def launch(self, **hooks):
         hooks = _Hooks(
             hooks.get("jitter_seed", self.settings.jitter_seed),
             hooks.get("absent_rank", self.settings.absent_rank),
         )
-        code = self.kernels.lib.mok_launch(
+        code = self._launch(
             ctypes.byref(self.facts),
             0,
             ctypes.byref(self.buffers),
-            self._stream(),
+            self.kernels.stream(),
             ctypes.byref(hooks),
         )
-        self.kernels._ok(code)
+        self.kernels.succeed(code)
 
     def faults(self):
         """Status records with a fault, as dicts; clears them."""
         records = self.status.tolist()
         self.status.zero_()
         return [dict(zip(STATUS_FIELDS, r)) for r in records if r[0] != 0]
+
+    def _run(self, **hooks):
+        """One call into poisoned memory; fails on any fault."""
+        self.poison()
+        self.launch(**hooks)
+        self.kernels.synchronize()
+        faults = self.faults()
+        assert not faults, faults
+
+
+class Call(_LayerCall):
+    """A forward: buffers of one layer under fixed settings."""
+
+    def __init__(self, kernels, problem, inputs, settings=Settings(), storage=None):
+        super().__init__(kernels, problem, inputs, settings, storage)
+        torch, lib, p = kernels.torch, kernels.lib, problem
+        if wrong := kernels.check(problem, settings):
+            raise ValueError(wrong)
+        self.facts = kernels.facts(problem, settings)
+        take, bf16 = self.storage.take, torch.bfloat16
+        self.y = take("y", (p.ranks * p.tokens, p.hidden), bf16)
+        self.outputs = {"y": self.y}
+        if settings.save:  # never shared: a backward reads it after other calls have run
+            rows = p.ranks * lib.mok_saved_rows(ctypes.byref(self.facts))
+            own = Storage(kernels)
+            self.outputs["saved_x"] = own.take("saved_x", (rows, p.hidden), bf16)
+            self.outputs["saved_gate_up"] = own.take("gate_up", (rows, 2 * p.intermediate), bf16)
+        size = lib.mok_workspace_bytes(ctypes.byref(self.facts), kernels.sms)
+        self._prepare(lib.mok_launch, _Buffers(), size, self.outputs)
+
+    def run(self, **hooks):
+        """One call into poisoned memory; returns y and fails on any fault."""
+        self._run(**hooks)
+        return self.y.clone()
 
     def plan_mismatches(self):
         """Entries of the last call's device plan that differ from csrc/plan's, and rows shared."""
@@ -276,102 +398,47 @@ class Call:
         )
         return wrong, shared_rows.value
 
-    def run(self, **hooks):
-        """One call; returns y and fails on any fault."""
-        self.launch(**hooks)
-        self.kernels.torch.cuda.synchronize()
-        faults = self.faults()
-        assert not faults, faults
-        return self.y.clone()
 
+class BackwardCall(_LayerCall):
+    """A backward. `saved`: a forward Call with settings.save, whose last run it differentiates.
 
-def make_inputs(torch, problem, routing="uniform", unused=0.0, seed=0):
-    """Random tensors of a layer. `routing`: uniform, zipf, one_rank, one_expert or some_empty."""
-    p = problem
-    gen = torch.Generator(device="cuda").manual_seed(seed)
-    tokens = p.ranks * p.tokens
+    `outputs` holds the gradients under their names in csrc/cuda/backward.h; those of the weights of
+    shared experts are per rank. With `saved`, the two calls share their heaps and workspace.
+    """
 
-    def normal(*shape, scale=1.0, dtype=torch.bfloat16):
-        return torch.randn(shape, generator=gen, device="cuda", dtype=dtype).mul_(scale)
-
-    popularity = torch.zeros(p.experts, device="cuda")
-    if routing == "zipf":
-        popularity -= torch.log(torch.arange(1, p.experts + 1, device="cuda").float()) * 1.5
-    elif routing == "one_rank":
-        popularity[p.experts // p.ranks :] = -1e4
-    elif routing == "one_expert":
-        popularity[p.experts // 2] = 1e4
-    elif routing == "some_empty":
-        popularity[1::2] = -1e4
-    noise = torch.rand(tokens, p.experts, generator=gen, device="cuda").clamp(1e-6, 1 - 1e-6)
-    scores = popularity - torch.log(-torch.log(noise))
-    ids = scores.topk(p.top_k, dim=1).indices.int()
-    if unused > 0:
-        ids[torch.rand(ids.shape, generator=gen, device="cuda") < unused] = -1
-    weights = torch.rand(ids.shape, generator=gen, device="cuda") + 0.1
-    weights /= weights.sum(1, keepdim=True)
-    e, h, i, s = p.experts, p.hidden, p.intermediate, p.shared
-    inputs = dict(
-        x=normal(tokens, h),
-        expert_ids=ids.contiguous(),
-        expert_weights=weights.contiguous(),
-        w_gate=normal(e, h, i, scale=h**-0.5),
-        w_up=normal(e, h, i, scale=h**-0.5),
-        w_down=normal(e, i, h, scale=i**-0.5),
-    )
-    if p.biases:
-        inputs |= dict(b_gate=normal(e, i), b_up=normal(e, i), b_down=normal(e, h))
-    if p.shared:
-        inputs |= dict(
-            s_gate=normal(h, s, scale=h**-0.5),
-            s_up=normal(h, s, scale=h**-0.5),
-            s_down=normal(s, h, scale=s**-0.5),
+    def __init__(self, kernels, problem, inputs, settings=None, saved=None, storage=None):
+        settings = settings or (saved.settings if saved else Settings())
+        settings = dataclasses.replace(settings, save=saved is not None)
+        super().__init__(
+            kernels, problem, inputs, settings, storage or (saved.storage if saved else None)
         )
-    if p.shared_gate:
-        inputs |= dict(s_scale=normal(tokens, dtype=torch.float32))
-    return inputs
+        torch, lib, p = kernels.torch, kernels.lib, problem
+        if wrong := kernels.check_backward(problem, settings):
+            raise ValueError(wrong)
+        self.facts = kernels.backward_facts(problem, settings)
+        residuals = {}
+        if saved:
+            assert saved.settings.save and saved.problem == problem
+            residuals = {n: saved.outputs[n] for n in ("saved_x", "saved_gate_up")}
+        self.residuals = residuals  # alive as long as this call
+        of_experts = torch.float32 if settings.float32_weight_grads else torch.bfloat16
+        for name in kernel_cases.GRADIENTS:
+            if name not in inputs:
+                continue
+            shape, dtype = tuple(inputs[name].shape), inputs[name].dtype
+            if name in ("w_gate", "w_up", "w_down"):
+                dtype = of_experts
+            elif name in ("s_gate", "s_up", "s_down"):
+                shape = (p.ranks, *shape)
+            gradient = kernel_cases.gradient_name(name)
+            self.outputs[gradient] = self.storage.take(gradient, shape, dtype)
+        size = lib.mok_backward_workspace_bytes(ctypes.byref(self.facts), kernels.sms)
+        self._prepare(lib.mok_launch_backward, _BackwardBuffers(), size, self.outputs | residuals)
 
-
-def reference(torch, problem, inputs):
-    """The layer in float32, expert by expert."""
-    p = problem
-    torch.backends.cuda.matmul.allow_tf32 = False
-    x = inputs["x"].float()
-    y = torch.zeros_like(x)
-
-    def act(g, u):
-        g = torch.where(g > p.limit, torch.full_like(g, p.limit), g)
-        u = u.clamp(-p.limit, p.limit)
-        if p.activation == "swiglu":
-            a = g * torch.sigmoid(p.alpha * g)
-        elif p.activation == "geglu":
-            a = torch.nn.functional.gelu(g, approximate="tanh")
-        else:
-            a = torch.relu(g)
-        return a * (u + p.up_offset)
-
-    for e in range(p.experts):
-        token, slot = (inputs["expert_ids"] == e).nonzero(as_tuple=True)
-        if len(token) == 0:
-            continue
-        g = x[token] @ inputs["w_gate"][e].float()
-        u = x[token] @ inputs["w_up"][e].float()
-        if p.biases:
-            g, u = g + inputs["b_gate"][e].float(), u + inputs["b_up"][e].float()
-        out = act(g, u) @ inputs["w_down"][e].float()
-        if p.biases:
-            out = out + inputs["b_down"][e].float()
-        y.index_add_(0, token, out * inputs["expert_weights"][token, slot][:, None])
-    if p.shared:
-        out = act(x @ inputs["s_gate"].float(), x @ inputs["s_up"].float())
-        out = out @ inputs["s_down"].float()
-        y += out * (inputs["s_scale"][:, None] if p.shared_gate else 1.0)
-    return y
-
-
-def relative_l2(got, want):
-    got, want = got.float(), want.float()
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+    def run(self, **hooks):
+        """One call into poisoned memory; returns copies of the gradients, fails on any fault."""
+        self._run(**hooks)
+        return {name: t.clone() for name, t in self.outputs.items()}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The fused forward on two GPUs: in one process and in two, beside XLA's own collectives, with
-weights gathered next to it, with one rank late or missing.
+"""The fused layer and its gradient on two GPUs: in one process and in two, beside XLA's own
+collectives, with weights gathered next to it, with one rank late or missing.
 """
 
 import dataclasses
@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_layers import ROUTINGS, TOLERANCE, make, run, want
+from jax_layers import (
+    ROUTINGS,
+    TOLERANCE,
+    assert_gradients,
+    gradients,
+    gradients_function,
+    make,
+    require_hopper,
+    run,
+    want,
+)
 
 import jax_mok
 from jax_mok import _cuda
@@ -42,17 +52,17 @@ def two_gpus(permuted=False) -> Mesh:
 
 @pytest.fixture(autouse=True)
 def can_run():
-    topology = jax_mok._topology.find(two_gpus(), "expert", ())
-    why = _cuda.why_not(topology)
-    if why:
-        pytest.skip(why)
-    jax_mok.check_status()
+    require_hopper(two_gpus())
     yield
 
 
 def placed(case, mesh):
-    put = lambda a: jax.device_put(a, NamedSharding(mesh, P("expert")))
-    return jax.tree.map(put, case.args), put(case.ids)
+    put = lambda spec: lambda a: jax.device_put(a, NamedSharding(mesh, spec))
+    *args, shared = jax.tree.map(put(P("expert")), case.args)
+    if shared is not None:
+        weights = {n: put(P())(getattr(case.shared, n)) for n in ("w_gate", "w_up", "w_down")}
+        shared = dataclasses.replace(shared, **weights)
+    return (*args, shared), put(P("expert"))(case.ids)
 
 
 def fused(case, args, ids, config=QUICK):
@@ -63,6 +73,48 @@ def run_on(mesh, case, config=QUICK):
     args, ids = placed(case, mesh)
     y = jax.jit(lambda a, i: fused(case, a, i, config))(args, ids)
     return np.asarray(jax_mok.synchronize(y))
+
+
+def gradients_program(case, mesh, config=QUICK):
+    """(args, ids) -> (y, gradients), jitted."""
+    placed_case = dataclasses.replace(
+        case, cotangent=jax.device_put(case.cotangent, NamedSharding(mesh, P("expert")))
+    )
+    return jax.jit(gradients_function(placed_case, config=config))
+
+
+def gradients_on(mesh, case, config=QUICK):
+    _, grads = gradients_program(case, mesh, config)(*placed(case, mesh))
+    return jax.tree.map(np.asarray, jax_mok.synchronize(grads))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gradients_of_two_devices(routing):
+    """Right; dx and d(expert_weights) have the bits of one GPU, all of them the same in every run
+    and with every setting."""
+    case = make(
+        1000,
+        512,
+        256,
+        32,
+        4,
+        routing=routing,
+        unused=0.05,
+        biases=True,
+        shared=128,
+        shared_gate=True,
+    )
+    grads, one = gradients_on(two_gpus(), case), gradients(case)
+    assert_gradients(grads, case)
+    cases.assert_same_bits(grads[:2], one[:2])
+    for settings in (
+        {},
+        dict(residuals="recompute"),
+        dict(fwd_num_comm_sms=12, bwd_num_comm_sms=12),
+        dict(minibatch_size=256, macrobatch_size=1024),
+    ):
+        config = dataclasses.replace(QUICK, **settings)
+        cases.assert_same_bits(gradients_on(two_gpus(), case, config), grads, str(settings))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -104,7 +156,11 @@ def test_calls_that_do_not_depend_on_each_other():
 
 
 def beside_collectives(case, mesh):
-    """Layers, sums and gathers that do not depend on each other, many of each, in one program."""
+    """Layers, sums and gathers that do not depend on each other, many of each, in one program.
+
+    XLA runs the last sum as a kernel of its own that spins for its peer, on a computation stream,
+    beside the last layers: a layer that held every multiprocessor until its own peer had come
+    would keep that peer from being heard."""
 
     def local(args, ids):
         x, total = args[0], jnp.zeros((), jnp.float32)
@@ -247,6 +303,47 @@ def test_jittered_calls():
         assert sum(int(c) for c in jax_mok.synchronize(counts)) == 0, f"seed {seed}"
 
 
+def test_rank_that_never_comes_to_the_backward():
+    case, mesh = make(100, 256, 128, 16, 4, biases=True), two_gpus()
+    config = jax_mok.Config(timeout_seconds=0.5)
+    good = gradients_on(mesh, case, config)
+    with (
+        _cuda.testing(absent_rank=1, absent_in=("backward",)),
+        pytest.raises(jax_mok.MokError, match="rank 1 did not come"),
+    ):
+        gradients_on(mesh, case, config)
+    cases.assert_same_bits(gradients_on(mesh, case, config), good)
+
+
+@pytest.mark.slow
+def test_jittered_forward_and_backward_calls():
+    """10,000 of them with random delays in all roles of both ranks, each with another routing than
+    the one before: among them all tokens to one rank, none to the other."""
+    case, mesh = make(128, 256, 128, 16, 4), two_gpus()
+    args, _ = placed(case, mesh)
+    put = lambda a: jax.device_put(a, NamedSharding(mesh, P("expert")))
+    routings = [put(make(128, 256, 128, 16, 4, routing=r, seed=3).ids) for r in ROUTINGS]
+    plain = gradients_program(case, mesh)
+    wanted = [jax_mok.synchronize(plain(args, ids)) for ids in routings]
+
+    @jax.jit
+    def differ(results, wanted):
+        pairs = zip(jax.tree.leaves(results), jax.tree.leaves(wanted))
+        return sum(jnp.sum(a != b) for a, b in pairs)
+
+    config = dataclasses.replace(QUICK, minibatch_size=128, macrobatch_size=512)
+    for seed in range(1, 11):
+        with _cuda.testing(jitter_seed=seed, ring_size=128):
+            program = gradients_program(case, mesh, config)
+            counts = []
+            for i in range(1000):
+                which = i % len(routings)
+                counts.append(differ(program(args, routings[which]), wanted[which]))
+                if i % 50 == 49:  # nor do the hosts run ahead without bounds
+                    assert sum(int(c) for c in jax_mok.synchronize(counts)) == 0, f"seed {seed}"
+                    counts = []
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -287,5 +384,10 @@ def test_two_processes(flags):
     for rank, half in enumerate(np.split(y, 2)):
         digest = hashlib.sha256(np.ascontiguousarray(half).tobytes()).hexdigest()
         assert halves[rank]["hash"] == digest, f"rank {rank}"
+    grads = jax.tree.leaves(gradients_on(two_gpus(), case))
+    for rank in range(2):
+        parts = [np.ascontiguousarray(np.split(g, 2)[rank]) for g in grads]
+        digests = [hashlib.sha256(part.tobytes()).hexdigest() for part in parts]
+        assert halves[rank]["gradients"] == digests, f"gradients of rank {rank}"
     assert "rank 0 did not come" in halves[1]["error"], halves
     assert "rank 0" in halves[0]["error"], halves

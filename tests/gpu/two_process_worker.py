@@ -1,7 +1,8 @@
-"""Run twice by test_two_gpus_jax.py: one process a GPU. Prints a hash of its part of the result,
-and the words of the error that a missing rank gives.
+"""Run twice by test_two_gpus_jax.py: one process a GPU. Prints hashes of its part of the result and
+of the gradients, and the words of the error that a missing rank gives.
 """
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -18,7 +19,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, local_device_ids=[rank]
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_layers import make
+from jax_layers import gradients_function, make
 
 import jax_mok
 from jax_mok import _cuda
@@ -35,19 +36,32 @@ def put(array):
 
 
 args, ids = jax.tree.map(put, case.args), put(case.ids)
+case = dataclasses.replace(case, cotangent=put(case.cotangent))
 
 
-def call(timeout_seconds=15):
+def options(timeout_seconds=15):
     config = jax_mok.Config(timeout_seconds=timeout_seconds)
-    options = dict(mesh=mesh, implementation="fused", config=config)
-    function = lambda a, i: case.call(a, ids=i, **options)
+    return dict(mesh=mesh, implementation="fused", config=config)
+
+
+def call(**settings):
+    function = lambda a, i: case.call(a, ids=i, **options(**settings))
     return jax_mok.synchronize(jax.jit(function)(args, ids))
 
 
+def gradients():
+    _, grads = jax_mok.synchronize(jax.jit(gradients_function(case, **options()))(args, ids))
+    return [digest(mine(g)) for g in jax.tree.leaves(grads)]
+
+
 mine = lambda y: np.asarray(y.addressable_shards[0].data)
+digest = lambda a: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()
 first = mine(call())
 for _ in range(20):
     assert mine(call()).tobytes() == first.tobytes()
+grads = gradients()
+for _ in range(10):
+    assert gradients() == grads
 error = ""
 with _cuda.testing(absent_rank=0):
     try:
@@ -55,4 +69,4 @@ with _cuda.testing(absent_rank=0):
     except jax_mok.MokError as e:
         error = str(e)
 assert mine(call()).tobytes() == first.tobytes(), "the call after the failure"
-print(json.dumps({"hash": hashlib.sha256(first.tobytes()).hexdigest(), "error": error}))
+print(json.dumps({"hash": digest(first), "gradients": grads, "error": error}))

@@ -1,9 +1,11 @@
-// The forward's host interface with C linkage, so that Python tests can call it without JAX; and
-// the comparison of a plan that the device made with the one of csrc/plan.
+// The kernels' host interface with C linkage, so that Python tests can call it without JAX; and the
+// comparison of a plan that the device made with the one of csrc/plan.
 #include <cstring>
+#include <string>
+#include <utility>
 #include <vector>
 
-#include "cuda/forward.h"
+#include "cuda/backward.h"
 #include "cuda/layout.h"
 #include "plan/host_plan.h"
 
@@ -11,29 +13,68 @@ using namespace jax_mok::cuda;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void mok_check(const ForwardFacts* facts, char* message, size_t capacity) {
-  std::strncpy(message, check(*facts).c_str(), capacity - 1);
+namespace {
+
+void copy_message(const std::string& text, char* message, size_t capacity) {
+  std::strncpy(message, text.c_str(), capacity - 1);
   message[capacity - 1] = 0;
+}
+
+}  // namespace
+
+EXPORT void mok_check(const ForwardFacts* facts, char* message, size_t capacity) {
+  copy_message(check(*facts), message, capacity);
 }
 EXPORT size_t mok_workspace_bytes(const ForwardFacts* facts, int num_sms) {
   return workspace_bytes(*facts, num_sms);
 }
 EXPORT size_t mok_heap_bytes(const ForwardFacts* facts) { return heap_bytes(*facts); }
+EXPORT int64_t mok_saved_rows(const ForwardFacts* facts) { return saved_rows(*facts); }
+EXPORT int mok_launch(const ForwardFacts* facts, int rank, const ForwardBuffers* buffers,
+                      void* stream, const TestHooks* hooks) {
+  for (const CallStage stage : kCallStages)
+    if (cudaError_t e = launch_forward(stage, *facts, rank, *buffers,
+                                       static_cast<cudaStream_t>(stream), *hooks))
+      return e;
+  return cudaSuccess;
+}
+
+EXPORT void mok_check_backward(const BackwardFacts* facts, char* message, size_t capacity) {
+  copy_message(check_backward(*facts), message, capacity);
+}
+EXPORT size_t mok_backward_workspace_bytes(const BackwardFacts* facts, int num_sms) {
+  return backward_workspace_bytes(*facts, num_sms);
+}
+EXPORT size_t mok_backward_heap_bytes(const BackwardFacts* facts) {
+  return backward_heap_bytes(*facts);
+}
+EXPORT int mok_launch_backward(const BackwardFacts* facts, int rank, const BackwardBuffers* buffers,
+                               void* stream, const TestHooks* hooks) {
+  for (const CallStage stage : kCallStages)
+    if (cudaError_t e = launch_backward(stage, *facts, rank, *buffers,
+                                        static_cast<cudaStream_t>(stream), *hooks))
+      return e;
+  return cudaSuccess;
+}
+
 EXPORT int mok_prepare() { return prepare_module(); }
 EXPORT int mok_init_heap(void* heap, void* stream) {
   return init_heap(heap, static_cast<cudaStream_t>(stream));
 }
-EXPORT int mok_launch(const ForwardFacts* facts, int rank, const ForwardBuffers* buffers,
-                      void* stream, const TestHooks* hooks) {
-  return launch_forward(*facts, rank, *buffers, static_cast<cudaStream_t>(stream), *hooks);
-}
+// What init_heap clears; the rest of a heap may hold anything before a call.
+EXPORT size_t mok_heap_control_bytes() { return sizeof(HeapControl); }
 EXPORT const char* mok_error(int code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
 }
-EXPORT size_t mok_sizeof(int which) {
-  const size_t sizes[] = {sizeof(ForwardFacts), sizeof(ForwardBuffers), sizeof(TestHooks),
-                          sizeof(Status)};
-  return sizes[which];
+EXPORT size_t mok_sizeof(const char* name) {
+  const std::pair<const char*, size_t> sizes[] = {
+      {"ForwardFacts", sizeof(ForwardFacts)},   {"ForwardBuffers", sizeof(ForwardBuffers)},
+      {"TestHooks", sizeof(TestHooks)},         {"Status", sizeof(Status)},
+      {"BackwardFacts", sizeof(BackwardFacts)}, {"BackwardBuffers", sizeof(BackwardBuffers)},
+  };
+  for (const auto& [known, size] : sizes)
+    if (std::strcmp(known, name) == 0) return size;
+  return 0;
 }
 
 // Rows, blocks and experts of all virtual ranks' plans that differ from csrc/plan's. `workspace` is
