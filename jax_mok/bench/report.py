@@ -168,7 +168,10 @@ def _lines(plt, problems, field: str):
     axis.set_yscale("log")
     axis.set_xlabel({"tokens": "tokens per rank", "minibatch": "minibatch rows"}[field])
     axis.set_ylabel("ms")
-    axis.set_title(problems[0]["title"].replace("; ", "\n"), fontsize=7)
+    title = problems[0]["title"]
+    if len(routings) > 1:
+        title = title.replace(f", {routings[0]}", "")
+    axis.set_title(title.replace("; ", "\n"), fontsize=7)
     axis.legend(fontsize=7)
     return figure
 
