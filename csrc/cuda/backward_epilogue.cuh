@@ -9,11 +9,11 @@ namespace jax_mok::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// A thread's view of the 16 rows of its warp in one 64-column panel of a slot: where its share of
-// the matrices of column groups j and j + 1 goes.
-MOK_DEVICE uint8_t* matrix_row(uint8_t* slot, int warp_row, int j) {
+// Where the matrices of column groups j and j + 1 (j even) go in a slot, for the 16 rows of a warp,
+// is matrix_rows() ^ j << 4: chunks of 16 bytes are swizzled by the row.
+MOK_DEVICE uint32_t matrix_rows(uint32_t slot, int warp_row) {
   const int lane = threadIdx.x % 32, row = lane & 15;
-  return slot + (warp_row + row) * 128 + (((j + (lane >> 4)) ^ (row & 7)) << 4);
+  return slot + (warp_row + row) * 128 + (((lane >> 4) ^ (row & 7)) << 4);
 }
 
 // What the epilogue needs to know of a thread's two rows, r and r + 8 of the warp's.
@@ -27,12 +27,11 @@ struct RowPair {
 template <ActivationKind kKind, bool kPlain, typename PreActivations>
 MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, const RowPair& rows,
                              float (&dot)[2], PreActivations pre, Outbox& outbox, int warp_row) {
-  uint8_t* slots[3];
-  outbox.open(slots);
   // Lanes 0..15 address the rows of h (and of d_up), lanes 16..31 those of d_gate.
-  const int lane = threadIdx.x % 32, row = warp_row + (lane & 15);
-  uint8_t* const first = (lane < 16 ? slots[0] : slots[1]) + row * 128;
-  uint8_t* const second = slots[2] + row * 128;
+  const uint32_t h_slot = outbox.open(0), d_gate_slot = outbox.open(1), d_up_slot = outbox.open(2);
+  const int lane = threadIdx.x % 32;
+  const uint32_t row = (warp_row + (lane & 15)) * 128 + ((lane & 7) << 4);
+  const uint32_t first = (lane < 16 ? h_slot : d_gate_slot) + row, second = d_up_slot + row;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     float g[4], u[4];
@@ -49,11 +48,10 @@ MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, cons
       d_gate[i] = pack_bf16(out[0].d_gate, out[1].d_gate);
       d_up[i] = pack_bf16(out[0].d_up, out[1].d_up);
     }
-    const int chunk = (j ^ (lane & 7)) << 4;
-    store_matrix_x4(first + chunk, h[0], h[1], d_gate[0], d_gate[1]);
-    store_matrix_x2(second + chunk, d_up[0], d_up[1]);
+    store_matrix_x4(first ^ j << 4, h[0], h[1], d_gate[0], d_gate[1]);
+    store_matrix_x2(second ^ j << 4, d_up[0], d_up[1]);
   }
-  outbox.close<3>();
+  outbox.close(3);
 }
 
 // Both passes see gate and up as the forward saves them.
@@ -66,7 +64,8 @@ MOK_DEVICE void round_to_bf16(float& a, float& b) {
 // 256 columns of a block's part of dx.
 MOK_DEVICE void input_results(const float (&d)[128], Outbox& outbox, int warp_row) {
   const int lane = threadIdx.x % 32;
-  uint8_t* to = outbox.open_all() + (warp_row + (lane & 15)) * kInputLineBytes + (lane >> 4) * 16;
+  const uint32_t to =
+      outbox.open_all() + (warp_row + (lane & 15)) * kInputLineBytes + (lane >> 4) * 16;
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {
     const float* v = &d[j * 4];
@@ -118,19 +117,19 @@ MOK_DEVICE void keep_open_sum(const WeightSum& sum, float4* to) {
 
 MOK_DEVICE void weight_results_bf16(const WeightSum& sum, bool halves, int columns_left,
                                     Outbox& outbox, int warp_row) {
+  int panels = 0;
 #pragma unroll
   for (int panel = 0; panel < 4; ++panel) {
     if (!panel_exists(halves, panel, 4, 64, columns_left)) continue;
-    uint8_t* slot[1];
-    outbox.open(slot);
+    const uint32_t rows = matrix_rows(outbox.open(panels++), warp_row);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       const float4 a = sum.group(panel * 8 + j), b = sum.group(panel * 8 + j + 1);
-      store_matrix_x4(matrix_row(slot[0], warp_row, j), pack_bf16(a.x, a.y), pack_bf16(a.z, a.w),
-                      pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+      store_matrix_x4(rows ^ j << 4, pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y),
+                      pack_bf16(b.z, b.w));
     }
-    outbox.close<1>();
   }
+  outbox.close(panels);
 }
 MOK_DEVICE void weight_results_f32(const WeightSum& sum, bool halves, int columns_left,
                                    Outbox& outbox, int warp_row) {
@@ -138,18 +137,17 @@ MOK_DEVICE void weight_results_f32(const WeightSum& sum, bool halves, int column
 #pragma unroll
   for (int panel = 0; panel < 8; ++panel) {
     if (!panel_exists(halves, panel, 8, 32, columns_left)) continue;
-    uint8_t* slot[1];
-    outbox.open(slot);
+    const uint32_t slot = outbox.open();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float4 value = sum.group(panel * 4 + j);
       // Two columns are 8 bytes: half of a swizzled chunk.
       const int chunk = (j * 2 + lane % 4 / 2) ^ row;
-      uint8_t* to = slot[0] + (warp_row + row) * 128 + (chunk << 4) + lane % 2 * 8;
+      const uint32_t to = slot + (warp_row + row) * 128 + (chunk << 4) + lane % 2 * 8;
       store_shared(to, {value.x, value.y});
       store_shared(to + 8 * 128, {value.z, value.w});
     }
-    outbox.close<1>();
+    outbox.close(1);
   }
 }
 

@@ -37,36 +37,30 @@ struct OutboxCursor {
 class Outbox {
  public:
   MOK_DEVICE Outbox(uint8_t* bytes, OutboxBarriers& barriers, AbortWord cta_abort)
-      : bytes_(bytes), barriers_(barriers), cta_abort_(cta_abort) {}
+      : bytes_(shared_address(bytes)), barriers_(barriers), cta_abort_(cta_abort) {}
 
-  // The next slots, once they may be written.
-  template <int kSlots>
-  MOK_DEVICE void open(uint8_t* (&slots)[kSlots]) {
-    OutboxCursor at = at_;
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i, at.advance()) {
-      wait_barrier(&barriers_.empty[at.slot()], at.parity() ^ 1, cta_abort_);
-      slots[i] = bytes_ + at.slot() * kOutboxSlotBytes;
-    }
+  // The next slot, or the one `ahead` slots after it, once it may be written.
+  MOK_DEVICE uint32_t open(int ahead = 0) {
+    const OutboxCursor at = {at_.count + ahead};
+    wait_barrier(&barriers_.empty[at.slot()], at.parity() ^ 1, cta_abort_);
+    return bytes_ + at.slot() * kOutboxSlotBytes;
   }
-  template <int kSlots>
-  MOK_DEVICE void close() {
+  // The next slots are filled.
+  MOK_DEVICE void close(int slots) {
     fence_async_proxy_shared();
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i, at_.advance())
+    for (int i = 0; i < slots; ++i, at_.advance())
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&barriers_.full[at_.slot()]);
   }
-  // All of them, as one piece of memory.
-  MOK_DEVICE uint8_t* open_all() {
-    uint8_t* slots[kOutboxSlots];
-    open(slots);
+  // All slots, as one piece of memory.
+  MOK_DEVICE uint32_t open_all() {
+    for (int i = 0; i < kOutboxSlots; ++i) open(i);
     return bytes_;
   }
-  MOK_DEVICE void close_all() { close<kOutboxSlots>(); }
+  MOK_DEVICE void close_all() { close(kOutboxSlots); }
 
  private:
-  uint8_t* const bytes_;
+  const uint32_t bytes_;  // address in shared memory
   OutboxBarriers& barriers_;
   const AbortWord cta_abort_;
   OutboxCursor at_;
@@ -123,15 +117,9 @@ class Storer {
     const NetworkMaps& m = t.shared ? p_.shared : p_.routed;
     const int inner = t.shared ? p_.geometry.shared_intermediate : p_.geometry.intermediate;
     const int end = min((t.n + 1) * kHiddenTileColumns, inner);
-    for (int column = t.n * kHiddenTileColumns; column < end; column += 64) {
-      for (int i = 0; i < 3; ++i) {
-        const CUtensorMap* map = i == 0 ? &m.h : i == 1 ? &m.d_gate : &m.d_up;
-        if (!take(t)) return false;
-        send(map, column, t.hidden_row);
-        send(map, column, t.hidden_row + 64, 1);
-        give_back();
-      }
-    }
+    const CUtensorMap* const maps[3] = {&m.h, &m.d_gate, &m.d_up};
+    for (int column = t.n * kHiddenTileColumns; column < end; column += 64)
+      if (!pass_on(t, maps, column, t.hidden_row, true)) return false;
     bulk_wait<0>();
     fence_async_proxy();
     if (t.shared) {
@@ -155,15 +143,11 @@ class Storer {
     const int row = t.expert * rows + t.m * kBlockRows;
     const bool second = t.m * kBlockRows + 64 < rows;
     for (int i = 0; i < (down ? 1 : 2); ++i) {
-      const CUtensorMap* map = down ? &m.grad_down : i == 0 ? &m.grad_gate : &m.grad_up;
+      const CUtensorMap* const map[1] = {down ? &m.grad_down : i == 0 ? &m.grad_gate : &m.grad_up};
       const int first = t.n * (down ? kTileColumns : kGateUpColumns);
       const int end = min(first + (down ? kTileColumns : kGateUpColumns), columns);
-      for (int column = first; column < end; column += width) {
-        if (!take(t)) return false;
-        send(map, column, row);
-        if (second) send(map, column, row + 64, 1);
-        give_back();
-      }
+      for (int column = first; column < end; column += width)
+        if (!pass_on(t, map, column, row, second)) return false;
     }
     return true;
   }
@@ -199,19 +183,26 @@ class Storer {
     return p_.array<char>(g.workspace.shared_y, v_) + block_row * p_.row_bytes();
   }
 
-  __device__ bool take(const GradTile& t) const {
-    return wait_barrier_timed(watch_, &barriers_.full[at_.slot()], at_.parity(), phase_of(t.work),
-                              t.block);
-  }
-  __device__ void send(const CUtensorMap* map, int column, int row, int half = 0) const {
-    tma_store_2d(map, bytes_ + at_.slot() * kOutboxSlotBytes + half * (kOutboxSlotBytes / 2),
-                 column, row);
-  }
-  __device__ void give_back() {
+  // Lane 0. The next slots, filled together, go to the same place of several tensors; `second`: the
+  // lower 64 rows too. They are given back once the copy engine has read them.
+  template <int kSlots>
+  __device__ bool pass_on(const GradTile& t, const CUtensorMap* const (&maps)[kSlots], int column,
+                          int row, bool second) {
+    OutboxCursor at = at_;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i, at.advance()) {
+      if (!wait_barrier_timed(watch_, &barriers_.full[at.slot()], at.parity(), phase_of(t.work),
+                              t.block))
+        return false;
+      const uint8_t* from = bytes_ + at.slot() * kOutboxSlotBytes;
+      tma_store_2d(maps[i], from, column, row);
+      if (second) tma_store_2d(maps[i], from + kOutboxSlotBytes / 2, column, row + 64);
+    }
     bulk_commit();
     bulk_wait_read<0>();
-    mbarrier_arrive(&barriers_.empty[at_.slot()]);
-    at_.advance();
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i, at_.advance()) mbarrier_arrive(&barriers_.empty[at_.slot()]);
+    return true;
   }
 
   const BackwardParams& p_;

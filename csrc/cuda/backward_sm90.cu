@@ -21,6 +21,7 @@ constexpr int kConsumerRegisters = 224;
 constexpr int kCommWarps = 12;  // of a dedicated CTA
 
 struct SharedWords {
+  int32_t virtual_rank;  // for consumers, who have no register for it
   uint32_t cta_abort;
   uint32_t verdict;
 };
@@ -57,11 +58,10 @@ MOK_DEVICE int32_t uniform(int32_t value) { return __shfl_sync(kAllLanes, value,
 template <ActivationKind kKind, bool kPlain>
 class GradConsumer {
  public:
-  MOK_DEVICE GradConsumer(const BackwardParams& p, ComputeStorage& storage, int v, int warp,
-                          AbortWord cta_abort)
+  MOK_DEVICE GradConsumer(const BackwardParams& p, ComputeStorage& storage,
+                          const volatile int32_t& virtual_rank, int warp, AbortWord cta_abort)
       : p_(p),
-        v_(v),
-        warp_row_((warp / 4 - 1) * 64 + warp % 4 * 16),
+        virtual_rank_(virtual_rank),
         cta_abort_(cta_abort),
         ring_(storage.ring),
         outbox_(storage.outbox, storage.outbox_barriers, cta_abort),
@@ -84,7 +84,7 @@ class GradConsumer {
           break;
         case GradWork::kInput:
           products_.template multiply<Major::kK, Major::kK>(d, 2 * (inner(tile) / kTileK));
-          input_results(d, outbox_, warp_row_);
+          input_results(d, outbox_, warp_row());
           break;
         case GradWork::kDownWeight:
         case GradWork::kGateUpWeight:
@@ -92,8 +92,8 @@ class GradConsumer {
           break;
         case GradWork::kBias:
           if (!wait_barrier(&ring_.ready[at.slot()], at.parity(), cta_abort_)) break;
-          bias_results(p_, v_, tile);
-          bias_dots(p_, v_, tile);
+          bias_results(p_, v(), tile);
+          bias_dots(p_, v(), tile);
           break;
         default:
           break;
@@ -113,15 +113,15 @@ class GradConsumer {
     RowPair rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t row = int64_t{t.block} * kBlockRows + warp_row_ + threadIdx.x % 32 / 4 + i * 8;
+      const int64_t row = int64_t{t.block} * kBlockRows + warp_row() + threadIdx.x % 32 / 4 + i * 8;
       if (!t.shared)
-        rows.weight[i] = p_.array<GradRoute>(p_.geometry.workspace.routes, v_)[row].weight;
+        rows.weight[i] = p_.array<GradRoute>(p_.geometry.workspace.routes, v())[row].weight;
       else if (row >= p_.geometry.shape.num_tokens)
         rows.weight[i] = 0.0f;  // what lies there belongs to somebody else
       else
         rows.weight[i] = p_.s_scale == nullptr
                              ? 1.0f
-                             : p_.s_scale[int64_t{v_} * p_.geometry.shape.num_tokens + row];
+                             : p_.s_scale[int64_t{v()} * p_.geometry.shape.num_tokens + row];
     }
     return rows;
   }
@@ -135,13 +135,13 @@ class GradConsumer {
       dot[i] += __shfl_xor_sync(kAllLanes, dot[i], 2);
     }
     if (lane % 4 < 2) {
-      const int64_t row = int64_t{t.block} * kBlockRows + warp_row_ + lane / 4 + lane % 4 * 8;
+      const int64_t row = int64_t{t.block} * kBlockRows + warp_row() + lane / 4 + lane % 4 * 8;
       const float value = lane % 4 == 0 ? dot[0] : dot[1];
       if (!t.shared) {
-        float* to = p_.array<GradRoute>(g.workspace.routes, v_)[row].part;
+        float* to = p_.array<GradRoute>(g.workspace.routes, v())[row].part;
         if (to != nullptr) to[int64_t{part} * g.shape.num_tokens * g.shape.top_k] = value;
       } else if (row < g.shape.num_tokens) {
-        p_.array<float>(g.workspace.shared_parts, v_)[int64_t{part} * g.shape.num_tokens + row] =
+        p_.array<float>(g.workspace.shared_parts, v())[int64_t{part} * g.shape.num_tokens + row] =
             value;
       }
     }
@@ -197,37 +197,41 @@ class GradConsumer {
               round_to_bf16(u[i], u[i + 1]);
             }
           },
-          outbox_, warp_row_);
+          outbox_, warp_row());
     }
   }
 
-  // gate and up as the forward has left them.
+  // gate and up as the forward has left them. They are asked for early: the first panel before the
+  // product, the next while this one's results are handed over.
   MOK_DEVICE void hidden_saved(float (&d)[128], const GradTile& t) {
     const RowPair rows = rows_of(t);
-    products_.template multiply<Major::kK, Major::kK>(d, p_.geometry.hidden / kTileK);
-    saved_epilogue(d, t, rows);
-  }
-  MOK_DEVICE void saved_epilogue(float (&d)[128], const GradTile& t, const RowPair& rows) {
     const int intermediate = p_.geometry.intermediate;
     const uint4* from =
         static_cast<const uint4*>(p_.saved_gate_up) +
         saved_index(t.hidden_row / kBlockRows, intermediate, t.n * kHiddenTileColumns);
+    uint4 gate[4], up[4];  // of 16 columns each
+    const auto load = [&](int panel) {
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        gate[pair] = load_once(from + (panel * 8 + pair * 2) * kConsumerThreads);
+        up[pair] = load_once(from + (panel * 8 + pair * 2 + 1) * kConsumerThreads);
+      }
+    };
+    load(0);
+    products_.template multiply<Major::kK, Major::kK>(d, p_.geometry.hidden / kTileK);
     float dot[2];
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
       const int column = t.n * kHiddenTileColumns + panel * 64;
       if (column >= intermediate) break;
-      uint4 pair[4][2];  // gate and up of 16 columns each
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        pair[i / 2][i % 2] = load_once(from + (panel * 8 + i) * kConsumerThreads);
+      const bool more = panel < 3 && column + 64 < intermediate;
       if (panel % 2 == 0) dot[0] = dot[1] = 0.0f;
       hidden_panel<kKind, kPlain>(
           d + panel * 32, p_.activation, rows, dot,
           [&](int j, float (&g)[4], float (&u)[4]) {
-            const uint4 gate = pair[j / 2][0], up = pair[j / 2][1];
-            const uint32_t gw[2] = {j % 2 ? gate.z : gate.x, j % 2 ? gate.w : gate.y};
-            const uint32_t uw[2] = {j % 2 ? up.z : up.x, j % 2 ? up.w : up.y};
+            const uint4 a = gate[j / 2], b = up[j / 2];
+            const uint32_t gw[2] = {j % 2 ? a.z : a.x, j % 2 ? a.w : a.y};
+            const uint32_t uw[2] = {j % 2 ? b.z : b.x, j % 2 ? b.w : b.y};
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               g[2 * i] = bf16_low(gw[i]);
@@ -235,8 +239,9 @@ class GradConsumer {
               u[2 * i] = bf16_low(uw[i]);
               u[2 * i + 1] = bf16_high(uw[i]);
             }
+            if (j == 7 && more) load(panel + 1);
           },
-          outbox_, warp_row_);
+          outbox_, warp_row());
       if (panel % 2 == 1 || column + 64 >= intermediate) store_dots(t, column, dot);
     }
   }
@@ -244,7 +249,7 @@ class GradConsumer {
   MOK_DEVICE void weight(float (&d)[128], const GradTile& t) {
     const bool empty = t.num_stages == 0;
     if (t.open_in >= 0) {
-      take_open_sum(d, open_sum(p_, v_, t.open_in, t.weight_tile));
+      take_open_sum(d, open_sum(p_, v(), t.open_in, t.weight_tile));
       products_.template multiply_onto<Major::kRows, Major::kRows>(d, t.num_stages);
     } else if (!empty) {
       products_.template multiply<Major::kRows, Major::kRows>(d, t.num_stages);
@@ -253,15 +258,19 @@ class GradConsumer {
     const int left =
         halves ? inner(t) - t.n * kGateUpColumns : p_.geometry.hidden - t.n * kTileColumns;
     const WeightSum sum = {d, empty};
-    if (t.open_out >= 0) return keep_open_sum(sum, open_sum(p_, v_, t.open_out, t.weight_tile));
+    if (t.open_out >= 0) return keep_open_sum(sum, open_sum(p_, v(), t.open_out, t.weight_tile));
     if (p_.float32_weight_grads && !t.shared)
-      weight_results_f32(sum, halves, left, outbox_, warp_row_);
+      weight_results_f32(sum, halves, left, outbox_, warp_row());
     else
-      weight_results_bf16(sum, halves, left, outbox_, warp_row_);
+      weight_results_bf16(sum, halves, left, outbox_, warp_row());
   }
 
+  // Found out anew when they are needed.
+  MOK_DEVICE int v() const { return virtual_rank_; }
+  static MOK_DEVICE int warp_row() { return (thread_index() / 32 - 4) * 16; }
+
   const BackwardParams& p_;
-  const int v_, warp_row_;
+  const volatile int32_t& virtual_rank_;
   const AbortWord cta_abort_;
   TileRing<GradTile>& ring_;
   Outbox outbox_;
@@ -335,7 +344,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   if (threadIdx.x == 0) {
     if (shared_address(dynamic) % 1024 != 0) __trap();  // the swizzle would be another one
-    words.cta_abort = p.control(v)->abort;              // set by the plan: nothing is run then
+    words.virtual_rank = v;
+    words.cta_abort = p.control(v)->abort;  // set by the plan: nothing is run then
     if (computes) {
       storage.compute.stage_barriers.init();
       storage.compute.outbox_barriers.init(kConsumerWarps);
@@ -381,14 +391,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       registers_increase<kLaunchRegisters>();
     } else {
       registers_increase<kConsumerRegisters>();
-      GradConsumer<kKind, kPlain>(p, compute, v, warp, cta_abort).run();
+      GradConsumer<kKind, kPlain>(p, compute, words.virtual_rank, warp, cta_abort).run();
       __syncwarp();
       registers_decrease<kLaunchRegisters>();
     }
   }
   end(p, cta_abort, &words.verdict);
   // Copies that were under way when the call was given up must land before the CTA's memory goes.
-  if (cta_abort.raised() && !given_up) __nanosleep(1000000);
+  if (cta_abort.raised()) __nanosleep(1000000);
 }
 
 }  // namespace

@@ -24,8 +24,8 @@ MOK_DEVICE void write_panel(uint8_t* staging, Fragment fragment, Store store) {
       uint32_t w[4];
       fragment(j, w);
       // 16-byte chunks are swizzled by the row: no bank is hit twice by a matrix.
-      store_matrix_x4(staging + row * 128 + (((j + group) ^ (row & 7)) << 4), w[0], w[1], w[2],
-                      w[3]);
+      store_matrix_x4(shared_address(staging) + row * 128 + (((j + group) ^ (row & 7)) << 4), w[0],
+                      w[1], w[2], w[3]);
     }
   }
   __syncwarp();

@@ -181,9 +181,8 @@ MOK_DEVICE uint4 load_shared(const void* p) {
                : "memory");
   return v;
 }
-MOK_DEVICE void store_shared(void* p, float2 v) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(p)), "f"(v.x), "f"(v.y)
-               : "memory");
+MOK_DEVICE void store_shared(uint32_t address, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 // Memory that no kernel writes while this one runs, and that is read once.
 MOK_DEVICE uint4 load_once(const void* p) {
@@ -194,19 +193,17 @@ MOK_DEVICE uint4 load_once(const void* p) {
                : "memory");
   return v;
 }
-// Four 8x8 matrices of 16-bit elements from the wgmma fragment layout into rows of shared memory.
-MOK_DEVICE void store_matrix_x4(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-      "r"(a), "r"(b), "r"(c), "r"(d)
-      : "memory");
+// Four 8x8 matrices of 16-bit elements from the wgmma fragment layout into rows of shared memory;
+// every lane gives the address of one row.
+MOK_DEVICE void store_matrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
 }
 // Two of them; lanes 0..15 give the rows.
-MOK_DEVICE void store_matrix_x2(void* row, uint32_t a, uint32_t b) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(a),
-      "r"(b)
-      : "memory");
+MOK_DEVICE void store_matrix_x2(uint32_t row, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b)
+               : "memory");
 }
 // bf16 pair, `low` in the lower half.
 MOK_DEVICE uint32_t pack_bf16(float low, float high) {
