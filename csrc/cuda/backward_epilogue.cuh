@@ -7,8 +7,6 @@
 
 namespace jax_mok::cuda {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
 // Where the matrices of column groups j and j + 1 (j even) go in a slot, for the 16 rows of a warp,
 // is matrix_rows() ^ j << 4: chunks of 16 bytes are swizzled by the row.
 MOK_DEVICE uint32_t matrix_rows(uint32_t slot, int warp_row) {

@@ -68,8 +68,9 @@ class GradLoader {
     const NetworkMaps& m = maps(t);
     const int hidden = p_.geometry.hidden;
     const int gate_row = weight_row_of(t, hidden), down_row = weight_row_of(t, inner(t));
-    const int end = min((t.n + 1) * kHiddenTileColumns, inner(t));
-    for (int column = t.n * kHiddenTileColumns; column < end; column += kGateUpColumns) {
+    const int end = min((t.n + 1) * p_.geometry.hidden_tile_columns, inner(t));
+    for (int column = t.n * p_.geometry.hidden_tile_columns; column < end;
+         column += kGateUpColumns) {
       for (int k = 0; k < hidden; k += kTileK) {
         if (!begin(kABytes + kBBytes)) return false;
         load_panels(b(), m.gate, column, gate_row + k, 2);
@@ -89,7 +90,7 @@ class GradLoader {
   // dy W_down^T.
   __device__ bool load_saved(const GradTile& t) {
     const NetworkMaps& m = maps(t);
-    const int down_row = weight_row_of(t, inner(t)) + t.n * kHiddenTileColumns;
+    const int down_row = weight_row_of(t, inner(t)) + t.n * p_.geometry.hidden_tile_columns;
     for (int k = 0; k < p_.geometry.hidden; k += kTileK) {
       if (!begin(kABytes + kBBytes)) return false;
       load_rows(b(), m.down, k, down_row, 4);

@@ -95,7 +95,7 @@ class Storer {
   }
 
  private:
-  static MOK_DEVICE bool all(bool good) { return __all_sync(0xffffffffu, good); }
+  static MOK_DEVICE bool all(bool good) { return __all_sync(kAllLanes, good); }
 
   __device__ bool store(const GradTile& t) {
     switch (t.work) {
@@ -116,9 +116,9 @@ class Storer {
   __device__ bool store_hidden(const GradTile& t) {
     const NetworkMaps& m = t.shared ? p_.shared : p_.routed;
     const int inner = t.shared ? p_.geometry.shared_intermediate : p_.geometry.intermediate;
-    const int end = min((t.n + 1) * kHiddenTileColumns, inner);
+    const int end = min((t.n + 1) * p_.geometry.hidden_tile_columns, inner);
     const CUtensorMap* const maps[3] = {&m.h, &m.d_gate, &m.d_up};
-    for (int column = t.n * kHiddenTileColumns; column < end; column += 64)
+    for (int column = t.n * p_.geometry.hidden_tile_columns; column < end; column += 64)
       if (!pass_on(t, maps, column, t.hidden_row, true)) return false;
     bulk_wait<0>();
     fence_async_proxy();
@@ -155,7 +155,7 @@ class Storer {
   // Whole warp. Every row goes to its own place.
   __device__ bool store_input(const GradTile& t) {
     const Geometry& g = p_.geometry;
-    at_.count = __shfl_sync(0xffffffffu, at_.count, 0);  // other tiles are lane 0's business
+    at_.count = __shfl_sync(kAllLanes, at_.count, 0);  // other tiles are lane 0's business
     OutboxCursor at = at_;
     bool good = true;
     for (int i = 0; i < kOutboxSlots && good; ++i, at.advance())

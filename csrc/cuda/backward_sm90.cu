@@ -151,8 +151,8 @@ class GradConsumer {
   // gate and up computed again, 128 columns at a time.
   MOK_DEVICE void hidden(float (&d)[128], const GradTile& t) {
     const RowPair rows = rows_of(t);
-    const int first = uniform(t.n) * kHiddenTileColumns;
-    const int end = min(first + kHiddenTileColumns, uniform(inner(t)));
+    const int first = uniform(t.n) * p_.geometry.hidden_tile_columns;
+    const int end = min(first + p_.geometry.hidden_tile_columns, uniform(inner(t)));
 #pragma unroll 1
     for (int column = first; column < end; column += kPartColumns) {
       float e[64];
@@ -208,7 +208,7 @@ class GradConsumer {
     const int intermediate = p_.geometry.intermediate;
     const uint4* from =
         static_cast<const uint4*>(p_.saved_gate_up) +
-        saved_index(t.hidden_row / kBlockRows, intermediate, t.n * kHiddenTileColumns);
+        saved_index(t.hidden_row / kBlockRows, intermediate, t.n * p_.geometry.hidden_tile_columns);
     uint4 gate[4], up[4];  // of 16 columns each
     const auto load = [&](int panel) {
 #pragma unroll
@@ -222,7 +222,7 @@ class GradConsumer {
     float dot[2];
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
-      const int column = t.n * kHiddenTileColumns + panel * 64;
+      const int column = t.n * p_.geometry.hidden_tile_columns + panel * 64;
       if (column >= intermediate) break;
       const bool more = panel < 3 && column + 64 < intermediate;
       if (panel % 2 == 0) dot[0] = dot[1] = 0.0f;

@@ -11,8 +11,8 @@
 namespace jax_mok::cuda {
 
 enum class GradWork : int32_t {
-  kHidden,         // gate|up computed again, gradients of 256 hidden columns, 128 at a time
-  kHiddenSaved,    // gate|up saved
+  kHidden,         // gate|up computed again, 128 hidden columns at a time
+  kHiddenSaved,    // gate|up saved, 256 hidden columns
   kInput,          // 256 columns of the block's part of dx
   kDownWeight,     // 128 x 256 of dW_down
   kGateUpWeight,   // 128 x 128 of dW_gate and of dW_up

@@ -130,7 +130,7 @@ MOK_DEVICE void store_results(const float (&d)[128], char* to, int columns_left,
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     row_to[i] = reinterpret_cast<char*>(
-        __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(to), i * 4 + lane / 8));
+        __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(to), i * 4 + lane / 8));
 #pragma unroll
   for (int panel = 0; panel < 4; ++panel) {
     if (panel * 64 >= columns_left) break;

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   const int cta = blockIdx.x % g.ctas_per_rank;
   const int num_compute = compute_ctas(g);
   // Uniform in the warp, and known to be to the compiler.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {
     cta_abort = p.control(v)->abort;  // set by the plan: nothing is run then

@@ -150,6 +150,9 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms, plan::Pass pass) {
   g.shared_intermediate = f.shared_intermediate;
   g.shared_blocks = f.shared_intermediate > 0 ? blocks_of(f.num_tokens) : 0;
   g.shared_gate_up_tiles = static_cast<int>(plan::ceil_div(f.shared_intermediate, kGateUpColumns));
+  // Gate and up take two thirds of the accumulators where they are computed again. One half of 256
+  // columns after the other would do too, but read the tokens twice.
+  g.hidden_tile_columns = f.save ? kTileColumns : kGateUpColumns;
   g.num_parts = columns_of(f.intermediate, kPartColumns) + (f.has_biases ? 1 : 0);
   g.num_shared_parts = columns_of(f.shared_intermediate, kPartColumns);
   // Tiles of 128 x 256: dW_down [I, H], and dW_gate and dW_up [H, I] side by side.
@@ -178,7 +181,7 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms, plan::Pass pass) {
   s.top_k = f.top_k;
   s.num_local_experts = f.num_experts / f.num_ranks;
   s.block_rows = kBlockRows;
-  s.gate_up_tiles = columns_of(f.intermediate, backward ? kHiddenTileColumns : kGateUpColumns);
+  s.gate_up_tiles = columns_of(f.intermediate, backward ? g.hidden_tile_columns : kGateUpColumns);
   s.down_tiles = columns_of(f.hidden, kTileColumns);
   s.grad_weight_tiles = backward ? g.down_weight_tiles + g.gate_up_weight_tiles + g.bias_tiles : 0;
   s.source_order = plan::SourceOrder::kInterleaved;
@@ -200,7 +203,7 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms, plan::Pass pass) {
                        : f.num_ranks > 1  ? s.macrobatch_blocks
                                           : kDefaultRingBlocks;
   s.ring_blocks = static_cast<int>(std::max(std::min(ring, most), plan::min_ring_blocks(s)));
-  g.shared_hidden_tiles = columns_of(f.shared_intermediate, kHiddenTileColumns);
+  g.shared_hidden_tiles = columns_of(f.shared_intermediate, g.hidden_tile_columns);
 
   g.workspace = make_workspace(g);
   g.heap = make_heap(g);

@@ -17,9 +17,8 @@ constexpr int kGateUpColumns = 128;  // hidden columns of a gate|up tile: half g
 constexpr int kTileK = 64;           // depth of one pipeline stage
 constexpr int kColumnUnit = 64;      // hidden and intermediate are multiples of it
 
-constexpr int kHiddenTileColumns = 256;  // hidden columns of a backward tile
-constexpr int kPartColumns = 128;        // hidden columns of a partial <h, dh>
-constexpr int kBiasTileColumns = 512;    // columns of a tile of bias gradients
+constexpr int kPartColumns = 128;      // hidden columns of a partial <h, dh>
+constexpr int kBiasTileColumns = 512;  // columns of a tile of bias gradients
 constexpr int64_t kOpenSumBytes = int64_t{kBlockRows} * kTileColumns * 4;
 
 constexpr int kCommBufferBytes = 16384;                  // shared memory of one communicating warp
@@ -122,7 +121,8 @@ struct Geometry {
   int32_t num_parts, num_shared_parts;  // partial <h, dh> of a row, the one with b_down included
   int32_t down_weight_tiles, gate_up_weight_tiles, bias_tiles;  // of an expert's gradients
   int32_t shared_down_weight_tiles, shared_gate_up_weight_tiles;
-  int32_t num_chunks;     // of one rank's ids
+  int32_t hidden_tile_columns;  // of a backward tile of hidden gradients
+  int32_t num_chunks;           // of one rank's ids
   int32_t ctas_per_rank;  // CTAs of the persistent kernel, and how many of them only communicate
   int32_t comm_ctas_per_rank;
   DispatchUnit unit;

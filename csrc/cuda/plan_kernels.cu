@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ Ca
 MOK_DEVICE int32_t inclusive_warp_sum(int32_t x) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int32_t below = __shfl_up_sync(0xffffffffu, x, step);
+    const int32_t below = __shfl_up_sync(kAllLanes, x, step);
     if (threadIdx.x % 32 >= step) x += below;
   }
   return x;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kPlanThreads) prefix(const __grid_constant__ C
       const int chunk = first + 32 * r;
       const int32_t sum = inclusive_warp_sum(rows[r]);
       if (chunk < g.num_chunks) of_chunk[chunk] = total + sum - rows[r];
-      total += __shfl_sync(0xffffffffu, sum, 31);
+      total += __shfl_sync(kAllLanes, sum, 31);
     }
   }
   if (lane == 0) p.array<int32_t>(g.workspace.counts, v)[pair] = total;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Ca
   for_each_id(p, v, source, chunk, [&](const int32_t*, int i, int32_t id) {
     const int e = local_expert(p, rank, id);
     // Lanes with the same expert take consecutive places, in lane order.
-    const uint32_t same = __match_any_sync(0xffffffffu, e);
+    const uint32_t same = __match_any_sync(kAllLanes, e);
     const int earlier = __popc(same & ((1u << lane) - 1));
     const int32_t j = e >= 0 ? next[e] + earlier : 0;
     __syncwarp();

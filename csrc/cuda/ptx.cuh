@@ -25,6 +25,8 @@ MOK_DEVICE int thread_index() {
   return i;
 }
 
+constexpr unsigned kAllLanes = 0xffffffffu;
+
 // One lane of a converged warp.
 MOK_DEVICE bool elect_one() {
   uint32_t elected;
