@@ -179,3 +179,24 @@ def test_routing_to_one_rank():
     ids = Problem(SHAPE, 32, 4, routing="one-rank").expert_ids()
     assert ids.max() < 3  # two experts a rank, three to choose
     assert Problem(MoeShape("one", 8, 8, 64, 4), 32, 1, routing="one-rank").expert_ids().max() < 8
+
+
+def test_torch_takes_turns_from_its_own_processes():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no _grouped_mm")
+    from jax_mok.bench import torch_pipeline
+
+    shape = MoeShape("small", 64, 32, 8, 2)
+    one = Problem(shape, 16, 1, "bfloat16")
+    y = torch_pipeline.on_one_gpu(one, one.arguments(), backward=False)()
+    want = reference.moe(
+        *(jnp.asarray(a, jnp.float32) if a.dtype == jnp.bfloat16 else a for a in one.arguments())
+    )
+    assert relative(y.float(), want) < 2e-2
+
+    run = torch_pipeline.Ranks(Problem(shape, 8, 2, "bfloat16"), backward=True, device="cpu")
+    assert timing.in_turns({"torch": run}, (), rounds=2, seconds=0.01)["torch"].median > 0
+    run.processes[1].kill()
+    with pytest.raises((RuntimeError, BrokenPipeError)):
+        timing.wait(run())

@@ -161,47 +161,21 @@ def make_run(name: str, problem: Problem, arguments, backward: bool) -> Callable
 
 
 def torch_grouped_mm(problem: Problem, arguments, backward: bool) -> Callable:
-    """PyTorch on one GPU: sort, gather, grouped GEMMs, scatter-add; autograd backwards."""
+    """PyTorch with `_grouped_mm`; over several GPUs with NCCL, a process for each."""
     if importlib.util.find_spec("torch") is None:
         raise Unavailable("torch is not installed")
     import torch
 
     if not torch.cuda.is_available():
         raise Unavailable("torch sees no GPU")
-    if problem.ranks != 1:
-        raise Unavailable("the torch pipeline here is for one GPU")
     if not hasattr(torch, "_grouped_mm"):
         raise Unavailable(f"torch {torch.__version__} has no _grouped_mm")
     if problem.dtype != "bfloat16":
         raise Unavailable("torch._grouped_mm takes bfloat16 only")
-    num_experts = problem.shape.num_experts
+    from jax_mok.bench import torch_pipeline
 
-    def to_torch(a):
-        t = torch.from_dlpack(a).clone()
-        return t.requires_grad_(backward) if t.is_floating_point() else t
-
-    def layer(x, ids, weights, w_gate, w_up, w_down):
-        flat = ids.reshape(-1).long()
-        order = torch.argsort(flat, stable=True)
-        offsets = torch.bincount(flat, minlength=num_experts).cumsum(0).to(torch.int32)
-        token = order // ids.shape[1]
-        rows = x[token]
-        gate = torch._grouped_mm(rows, w_gate, offs=offsets)
-        up = torch._grouped_mm(rows, w_up, offs=offsets)
-        hidden = torch.nn.functional.silu(gate) * up
-        out = torch._grouped_mm(hidden, w_down, offs=offsets)
-        out = out.float() * weights.reshape(-1)[order][:, None]
-        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        return y.index_add(0, token, out).to(x.dtype)
-
-    converted = [to_torch(a) for a in arguments]
-
-    def run(*_):
-        y = layer(*converted)
-        if backward:
-            for t in converted:
-                t.grad = None
-            y.float().square().sum().backward()
-        return y
-
-    return run
+    if problem.ranks == 1:
+        return torch_pipeline.on_one_gpu(problem, arguments, backward)
+    if jax.process_count() > 1 or torch.cuda.device_count() < problem.ranks:
+        raise Unavailable("the torch pipeline runs on the GPUs of one machine, from one process")
+    return torch_pipeline.Ranks(problem, backward)

@@ -165,7 +165,11 @@ def _lines(plt, problems, field: str):
     floor = sorted({(problem["problem"][field], problem["floor_ms"]) for problem in problems})
     axis.plot(*zip(*floor), color="C3", linestyle="--", linewidth=1)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    if field == "tokens":
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
     axis.set_xlabel({"tokens": "tokens per rank", "minibatch": "minibatch rows"}[field])
     axis.set_ylabel("ms")
     title = problems[0]["title"]

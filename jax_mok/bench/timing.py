@@ -28,8 +28,10 @@ class Measurement:
 
 
 def wait(result) -> None:
-    """Until the work behind `result` is done: JAX arrays, or a torch tensor."""
-    if type(result).__module__.startswith("torch"):
+    """Until the work behind `result` is done: JAX arrays, a torch tensor, or what can `wait`."""
+    if callable(getattr(result, "wait", None)):
+        result.wait()
+    elif type(result).__module__.startswith("torch"):
         import torch
 
         torch.cuda.synchronize()
