@@ -194,8 +194,8 @@ def notes(d: DeviceTimes) -> list[str]:
         )
     if d.uncounted > 0.01 * d.step:
         found.append(
-            f"Copies and other compute in MoE scopes take {d.uncounted:.3f} ms of kernel time. "
-            "They are not counted, though jax_mok's kernels do most of such work in passing."
+            f"Copies and other compute in MoE scopes, {d.uncounted:.3f} ms of kernel time, are not "
+            "counted."
         )
     if d.unknown > 0.05 * (d.step - d.idle):
         found.append(
@@ -273,10 +273,11 @@ def _draw_step(axis, run: Run, d: DeviceTimes, classifier: classify.Classifier) 
     for row, kind in enumerate(kinds):
         whole = (row - 0.4, 0.8)
         hides = kind != classify.COMMUNICATION
-        axis.broken_barh(step.running[kind], whole, color=COLORS[kind], alpha=1 if hides else 0.3)
+        look = dict(color=COLORS[kind], linewidth=0.3)  # a line, so that short kernels show
+        axis.broken_barh(step.running[kind], whole, alpha=1 if hides else 0.3, **look)
         if not hides:
-            axis.broken_barh(step.exposed, whole, color=COLORS[kind])
-        axis.broken_barh(step.moe[kind], (row + 0.4, 0.1), color="black")
+            axis.broken_barh(step.exposed, whole, **look)
+        axis.broken_barh(step.moe[kind], (row + 0.4, 0.1), color="black", linewidth=0.3)
     axis.set_yticks(range(len(kinds)), kinds, fontsize=7)
     axis.set_ylim(len(kinds) - 0.3, -0.6)
     axis.set_xlim(0, step.length)
