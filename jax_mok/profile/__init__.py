@@ -6,6 +6,7 @@ traced need not use jax_mok. Needs no GPU, starts no backend.
 
     trace.py     finds the files of a run and reads kernels with JAX's own reader
     hlo.py       the HLO of the traced programs, which the trace holds too
+    origin.py    kernel -> instruction of the HLO
     classify.py  kernel -> kind, and whether it belongs to an MoE layer
     steps.py     where steps begin and end
     analysis.py  times of a device, with overlaps counted once

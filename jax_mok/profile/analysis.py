@@ -46,6 +46,7 @@ class DeviceTimes:
     idle: nothing runs.
     by_scope, at_most: savings, from scope names alone and with all that may belong to MoE layers.
     unplaced: time in which only communication runs that is not counted to MoE layers.
+    uncounted: kernel time of copies and other compute in MoE scopes, part of no saving.
     unknown: kernel time of which the trace says no more than the kernel's name.
     rows: kernels by label, longest first.
     """
@@ -62,6 +63,7 @@ class DeviceTimes:
     by_scope: Saving
     at_most: Saving
     unplaced: float
+    uncounted: float
     unknown: float
     rows: list[Row]
 
@@ -126,8 +128,7 @@ def device_times(device: Device, classifier: Classifier) -> DeviceTimes:
     lengths = np.array([end - start for start, end in found.spans])
     count = len(lengths)
     first, last = found.spans[0][0], found.spans[-1][1]
-    kernels = [k for k in device.kernels if k.end > first and k.start < last]
-    labels = [classifier.label(k, device.programs) for k in kernels]
+    kernels, labels = _within(device, classifier, first, last)
     starts = np.array([k.start for k in kernels], dtype=np.float64)
     ends = np.array([k.end for k in kernels], dtype=np.float64)
     line = Timeline(starts, ends, found.spans)
@@ -151,13 +152,15 @@ def device_times(device: Device, classifier: Classifier) -> DeviceTimes:
 
     inside = _share_inside(starts, ends, found.spans)
     sums, calls = collections.Counter(), collections.Counter()
-    unknown = 0.0
+    unknown = uncounted = 0.0
     for label, start, end, share in zip(labels, starts, ends, inside):
         if share:
             ms = float((end - start) * share) / count / 1e6
             sums[label] += ms
             calls[label] += float(share) / count
             unknown += 0.0 if label.known else ms
+            if label.inside and label.kind in (classify.COPY, classify.OTHER):
+                uncounted += ms
     placed = mask(lambda label: label.moe is not None)
     return DeviceTimes(
         name=device.name,
@@ -172,6 +175,7 @@ def device_times(device: Device, classifier: Classifier) -> DeviceTimes:
         by_scope=saving(mask(lambda label: label.moe == classify.BY_SCOPE)),
         at_most=saving(placed),
         unplaced=per_step(only(communication) & ~line.covered(placed)),
+        uncounted=uncounted,
         unknown=unknown,
         rows=[Row(label, ms, calls[label]) for label, ms in sums.most_common()],
     )
@@ -193,8 +197,7 @@ class Drawing:
 
 def draw(device: Device, span: tuple[float, float], classifier: Classifier) -> Drawing:
     first, last = span
-    kernels = [k for k in device.kernels if k.end > first and k.start < last]
-    labels = [classifier.label(k, device.programs) for k in kernels]
+    kernels, labels = _within(device, classifier, first, last)
     starts, ends = (np.array([getattr(k, at) for k in kernels]) for at in ("start", "end"))
     line = Timeline(starts, ends, [span])
     in_ms = lambda segments: [((s - first) / 1e6, n / 1e6) for s, n in line.pieces(segments)]
@@ -207,6 +210,13 @@ def draw(device: Device, span: tuple[float, float], classifier: Classifier) -> D
         if kind == classify.COMMUNICATION:
             exposed = in_ms(line.covered(some) & ~line.covered(~some))
     return Drawing((last - first) / 1e6, running, of_moe, exposed)
+
+
+def _within(device: Device, classifier: Classifier, first: float, last: float):
+    """Kernels that run between two times, and their labels."""
+    pairs = zip(device.kernels, classifier.labels(device))
+    pairs = [(k, label) for k, label in pairs if k.end > first and k.start < last]
+    return [k for k, _ in pairs], [label for _, label in pairs]
 
 
 def _share_inside(starts, ends, spans) -> np.ndarray:

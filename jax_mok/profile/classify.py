@@ -5,8 +5,9 @@ holds JAX's name scopes) and, where there is neither, from the kernel's own name
 import dataclasses
 import re
 
-from jax_mok.profile.hlo import Instruction, Programs
-from jax_mok.profile.trace import Kernel
+from jax_mok.profile import origin
+from jax_mok.profile.hlo import Instruction
+from jax_mok.profile.trace import Device, Kernel
 
 # Kinds, those that hide others first: an instant at which kernels of several kinds run counts
 # for the first of them. So communication counts only where nothing else runs.
@@ -77,13 +78,15 @@ class Label:
       not, and for kinds that jax_mok does not take away.
     op: what it runs, for tables.
     scope: the op name up to the MoE scope, else the whole of it; "" if there is none.
-    known: whether an op of the HLO stands behind it, or only the kernel's name.
+    inside: whether that is a MoE scope.
+    known: whether an op of the HLO stands behind it (or it copies), or only the kernel's name.
     """
 
     kind: str
     moe: str | None
     op: str
     scope: str
+    inside: bool
     known: bool
 
 
@@ -94,18 +97,24 @@ class Classifier:
         self._user = None if experts is None else re.compile(experts)
         pattern = MOE_SCOPE if experts is None else f"{MOE_SCOPE}|(?:{experts})"
         self._moe = re.compile(pattern, re.IGNORECASE)
-        self._labels: dict[tuple, Label] = {}
 
-    def label(self, kernel: Kernel, programs: Programs) -> Label:
-        # The same kernel runs in every step: look at it once.
-        key = (programs, kernel.program_id, kernel.hlo_op, kernel.name, kernel.op_name)
-        if key not in self._labels:
-            instruction = programs.instructions(kernel.program_id).get(kernel.hlo_op)
-            if not kernel.hlo_op:
-                instruction = programs.by_kernel_name.get(kernel.name)
-            names = (kernel.name, kernel.hlo_op, kernel.op_name)
-            self._labels[key] = self._classify(*names, instruction)
-        return self._labels[key]
+    def label(self, kernel: Kernel, instruction: Instruction | None) -> Label:
+        """`instruction`: where the kernel comes from, if that is known."""
+        return self._classify(kernel.name, kernel.hlo_op, kernel.op_name, instruction)
+
+    def labels(self, device: Device) -> list[Label]:
+        """Of all kernels of a device, in their order."""
+        known: dict[tuple, Label] = {}  # the same kernel runs in every step: look at it once
+        found = []
+        for kernel, instruction in zip(
+            device.kernels, origin.origins(device.kernels, device.programs)
+        ):
+            name = instruction.name if instruction else ""
+            key = (kernel.program_id, kernel.hlo_op, kernel.name, kernel.op_name, name)
+            if key not in known:
+                known[key] = self.label(kernel, instruction)
+            found.append(known[key])
+        return found
 
     def _scope(self, op_name: str) -> str | None:
         """The op name up to the end of its MoE scope, or None if it is in none."""
@@ -131,12 +140,14 @@ class Classifier:
         named = self._user is not None and any(map(self._user.search, (name, hlo_op)))
         if kind == GEMM and (scope is not None or named) and not _ATTENTION.search(name):
             kind = EXPERTS
-        op = re.sub(r"(\.\d+|_\d+)+$", "", hlo_op) or name
+        own_name = hlo_op or (instruction.name if instruction else name)
+        op = re.sub(r"(\.\d+|_\d+)+$", "", own_name)
         if kind == COMMUNICATION:
             op = _collective(name, hlo_op, parts)
-        known = bool(hlo_op) or instruction is not None
+        known = bool(hlo_op) or instruction is not None or kind == COPY
         moe = _moe(kind, op, scope, named, bool(op_names))
-        return Label(kind, moe, op, scope or (op_names[0] if op_names else ""), known)
+        shown = scope or next(iter(op_names), "")
+        return Label(kind, moe, op, shown, scope is not None, known)
 
     def _kind(self, name, hlo_op, op_names, instruction) -> tuple[str, list[str]]:
         """The kind, and op names of the parts of a fusion that make it so."""

@@ -76,6 +76,7 @@ def _device_record(d: DeviceTimes) -> dict[str, Any]:
         "idle_ms": d.idle,
         "exposed_communication_ms": d.exposed,
         "exposed_communication_of_no_moe_ms": d.unplaced,
+        "copies_and_other_compute_in_moe_scopes_ms": d.uncounted,
         "known_by_kernel_name_only_ms": d.unknown,
         "could_save": {"by_scope": saving(d.by_scope), "at_most": saving(d.at_most)},
         "ops": [
@@ -191,10 +192,15 @@ def notes(d: DeviceTimes) -> list[str]:
             "counted to MoE layers. If it is theirs, name their scope: --experts REGEX, or "
             'jax.named_scope("moe") in the model.'
         )
+    if d.uncounted > 0.01 * d.step:
+        found.append(
+            f"Copies and other compute in MoE scopes, {d.uncounted:.3f} ms of kernel time, are not "
+            "counted."
+        )
     if d.unknown > 0.05 * (d.step - d.idle):
         found.append(
-            f"{d.unknown:.3f} ms of kernels come with no HLO op, only a name: they ran in CUDA "
-            "graphs that were made before the trace began, say. For their scopes, trace with "
+            f"{d.unknown:.3f} ms of kernels are known by their name alone (CUDA graphs, or no HLO "
+            "in the trace). For their scopes, trace with "
             "XLA_FLAGS=--xla_gpu_enable_command_buffer= (nothing after the =)."
         )
     if d.busy[classify.JAX_MOK]:
@@ -267,10 +273,11 @@ def _draw_step(axis, run: Run, d: DeviceTimes, classifier: classify.Classifier) 
     for row, kind in enumerate(kinds):
         whole = (row - 0.4, 0.8)
         hides = kind != classify.COMMUNICATION
-        axis.broken_barh(step.running[kind], whole, color=COLORS[kind], alpha=1 if hides else 0.3)
+        look = dict(color=COLORS[kind], linewidth=0.3)  # a line, so that short kernels show
+        axis.broken_barh(step.running[kind], whole, alpha=1 if hides else 0.3, **look)
         if not hides:
-            axis.broken_barh(step.exposed, whole, color=COLORS[kind])
-        axis.broken_barh(step.moe[kind], (row + 0.4, 0.1), color="black")
+            axis.broken_barh(step.exposed, whole, **look)
+        axis.broken_barh(step.moe[kind], (row + 0.4, 0.1), color="black", linewidth=0.3)
     axis.set_yticks(range(len(kinds)), kinds, fontsize=7)
     axis.set_ylim(len(kinds) - 0.3, -0.6)
     axis.set_xlim(0, step.length)

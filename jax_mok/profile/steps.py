@@ -36,10 +36,10 @@ class Steps:
 
 def find(device: Device) -> Steps:
     starts, source = _starts(device)
-    if len(starts) < 2:
+    spans = [(s, e) for s, e in itertools.pairwise(starts) if e > s]
+    if not spans:
         span = (device.kernels[0].start, max(k.end for k in device.kernels))
         return Steps("no repeated program found: the whole trace as one step", [span])
-    spans = [(s, e) for s, e in itertools.pairwise(starts) if e > s]
     median = statistics.median(end - start for start, end in spans)
     kept = [(s, e) for s, e in spans if e - s <= _LONGEST * median]
     return Steps(source, kept, len(spans) - len(kept))

@@ -134,13 +134,16 @@ def _kernel(event: Any, stream: str) -> Kernel | None:
         program_id = int(stats.get("program_id", -1))
     except ValueError:
         program_id = -1
+    hlo_op = str(stats.get("hlo_op", ""))
+    if hlo_op.startswith("command_buffer"):  # the whole CUDA graph, no instruction of the HLO
+        hlo_op = ""
     start = event.start_ns
     return Kernel(
         name,
         start,
         start + duration,
         stream,
-        str(stats.get("hlo_op", "")),
+        hlo_op,
         str(stats.get("hlo_module", "")),
         program_id,
         op_name,
@@ -177,7 +180,7 @@ def read(place: str | pathlib.Path, run: str | None = None) -> Run:
 
 def _find(place: pathlib.Path, run: str | None):
     if place.is_file():
-        return place.parent.name, [place], []
+        return place.resolve().parent.name, [place], []
     if not place.exists():
         raise TraceError(f"{place} does not exist.")
     runs = collections.defaultdict(list)

@@ -192,12 +192,12 @@ def run(case, **options) -> np.ndarray:
 
 
 def gradients_function(case, **options):
-    """(args, ids) -> (y, gradients of <cotangent, y>), to be jitted."""
+    """(args, ids, cotangent = that of `case`) -> (y, gradients of <cotangent, y>), to be jitted."""
 
-    def run(args, ids):
+    def run(args, ids, cotangent=case.cotangent):
         call = lambda a: case.call(a, ids=ids, **{"implementation": "fused", **options})
         y, vjp = jax.vjp(call, args)
-        return y, vjp(case.cotangent)[0]
+        return y, vjp(cotangent)[0]
 
     return run
 

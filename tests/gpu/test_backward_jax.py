@@ -25,7 +25,6 @@ from jax_layers import (
     normalized,
     require_hopper,
     stacked,
-    want_gradients,
 )
 
 import jax_mok
@@ -341,42 +340,39 @@ def test_memory_and_calls():
     print(jax_mok.peer_memory())
 
 
-NUM_FUZZED = 24
-
-
-@pytest.mark.slow
-def test_fuzz():
+@pytest.mark.parametrize("seed", range(24))
+def test_fuzz(seed):
     """Random layers, routings and settings; a fixed number of them, the same every time."""
-    rng = np.random.default_rng(20)
+    rng = np.random.default_rng(seed)
     pick = lambda *choices: choices[rng.integers(len(choices))]
-    for i in range(NUM_FUZZED):
-        ranks = pick(1, 1, 2, 3, 4)
-        experts = ranks * int(rng.integers(1, 12))
-        shared = pick(0, 0, 64, 200)
-        layer = dict(
-            tokens=ranks * int(rng.integers(1, 300)),
-            hidden=pick(64, 128, 200, 448, 1024),
-            intermediate=pick(64, 72, 192, 640),
-            num_experts=experts,
-            top_k=int(rng.integers(1, min(experts, 9) + 1)),
-            routing=pick(*ROUTINGS),
-            unused=pick(0.0, 0.1, 0.7),
-            biases=pick(False, True),
-            shared=shared,
-            shared_gate=shared > 0 and pick(False, True),
-            activation=pick("swiglu", "geglu", "reglu", jax_mok.Swiglu(1.702, 2.0, 1.0)),
-            seed=i,
-        )
-        config = jax_mok.Config(
-            residuals=pick("save", "recompute"),
-            bwd_num_comm_sms=pick(None, None, 8),
-            minibatch_size=pick(None, 128, 512),
-            macrobatch_size=pick(None, 1, 512, 2048),
-        )
-        what = f"{i}: {ranks} ranks, {layer}, {config}"
-        case = make(**layer)
-        with _cuda.testing(virtual_ranks=ranks):
-            grads = gradients(case, config=config)
-        errors = gradient_errors(grads, want_gradients(case), case)
-        # A gradient of few, nearly cancelling terms has no relative accuracy to speak of.
-        assert all(error < 3e-2 for error in errors.values()), f"{what}: {errors}"
+    ranks = pick(1, 1, 2, 3, 4)
+    experts = ranks * int(rng.integers(1, 12))
+    shared = pick(0, 0, 64, 200)
+    layer = dict(
+        tokens=ranks * int(rng.integers(1, 300)),
+        hidden=pick(64, 128, 200, 448, 1024),
+        intermediate=pick(64, 72, 192, 640),
+        num_experts=experts,
+        top_k=int(rng.integers(1, min(experts, 9) + 1)),
+        routing=pick(*ROUTINGS),
+        unused=pick(0.0, 0.1, 0.7),
+        biases=pick(False, True),
+        shared=shared,
+        shared_gate=shared > 0 and pick(False, True),
+        # No limit that many values come near: there the derivative of the clamp jumps, and gate|up
+        # are rounded to bfloat16.
+        activation=pick("swiglu", "geglu", "reglu", jax_mok.Swiglu(1.702, 7.0, 1.0)),
+        seed=seed,
+    )
+    config = jax_mok.Config(
+        residuals=pick("save", "recompute"),
+        bwd_num_comm_sms=pick(None, None, 8),
+        minibatch_size=pick(None, 128, 512),
+        macrobatch_size=pick(None, 1, 512, 2048),
+    )
+    print(ranks, layer, config)
+    case = make(**layer)
+    with _cuda.testing(virtual_ranks=ranks):
+        grads = gradients(case, config=config)
+    # Some of these have few and nearly cancelling terms.
+    assert_gradients(grads, case, tolerance=2e-2)

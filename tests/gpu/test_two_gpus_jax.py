@@ -77,10 +77,9 @@ def run_on(mesh, case, config=QUICK):
 
 def gradients_program(case, mesh, config=QUICK):
     """(args, ids) -> (y, gradients), jitted."""
-    placed_case = dataclasses.replace(
-        case, cotangent=jax.device_put(case.cotangent, NamedSharding(mesh, P("expert")))
-    )
-    return jax.jit(gradients_function(placed_case, config=config))
+    program = jax.jit(gradients_function(case, config=config))
+    cotangent = jax.device_put(case.cotangent, NamedSharding(mesh, P("expert")))
+    return lambda args, ids: program(args, ids, cotangent)
 
 
 def gradients_on(mesh, case, config=QUICK):
