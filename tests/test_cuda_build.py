@@ -38,12 +38,19 @@ def forward(tmp_path_factory):
     return compile_cubin("forward_sm90.cu", cubin), cubin
 
 
-def check_report(report, kernels):
+@pytest.fixture(scope="module")
+def backward(tmp_path_factory):
+    cubin = tmp_path_factory.mktemp("cubin") / "backward.cubin"
+    return compile_cubin("backward_sm90.cu", cubin), cubin
+
+
+def check_report(report, kernels, most_spilled=0):
+    """`most_spilled`: bytes that a thread may keep in local memory."""
     assert report.count("Compiling entry function") == kernels
     assert re.search(r"C75\d\d", report) is None, report  # wgmma serialised, setmaxnreg ignored
-    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
+    spilled = re.findall(r"\d+ bytes stack frame, (\d+) bytes spill stores", report)
     assert len(spilled) == kernels
-    assert all(pair == ("0", "0") for pair in spilled), report
+    assert all(int(size) <= most_spilled for size in spilled), report
 
 
 def test_forward_report(forward):
@@ -52,12 +59,22 @@ def test_forward_report(forward):
     assert set(re.findall(r"Used (\d+) registers", report)) == {"168"}
 
 
-def test_plan_report(tmp_path):
-    check_report(compile_cubin("plan_kernels.cu", tmp_path / "plan.cubin"), kernels=5)
+def test_backward_report(backward):
+    """Where gate and up are computed again, 192 of a consumer's 224 registers are accumulators: the
+    epilogue has to put a few words aside, more with biases and limits. Once per tile, so it costs
+    nothing that could be measured; `test_instructions` sees to it that no main loop does so."""
+    report, _ = backward
+    check_report(report, kernels=6, most_spilled=256)
+    assert set(re.findall(r"Used (\d+) registers", report)) == {"168"}
 
 
-def test_forward_instructions(forward):
-    _, cubin = forward
+@pytest.mark.parametrize("source, kernels", [("plan_kernels.cu", 7), ("meeting.cu", 3)])
+def test_small_kernels_report(tmp_path, source, kernels):
+    check_report(compile_cubin(source, tmp_path / "kernels.cubin"), kernels)
+
+
+def functions_of(cubin):
+    """The machine instructions of every kernel."""
     tool = disassembler()
     if tool is None:
         pytest.skip("needs cuobjdump (packages nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
@@ -70,22 +87,39 @@ def test_forward_instructions(forward):
         check=True,
         env={"PATH": f"{folder}:/usr/bin:/bin"},
     ).stdout
-    functions = sass.split("Function :")[1:]
-    assert len(functions) == 3
-    for function in functions:
-        lines = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", function)
+    return [
+        re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", text) for text in sass.split("Function :")[1:]
+    ]
+
+
+# Products of a kernel in machine code: four per stage, and a stage of its own for the first one of
+# a tile, which overwrites the accumulators. Forward: one loop. Backward: gate|up and dh in turns,
+# dh alone, dx, weight gradients anew and added to an open sum.
+@pytest.mark.parametrize(
+    "source, kernels, products, loops", [("forward", 3, 8, 1), ("backward", 6, 44, 5)]
+)
+def test_instructions(request, source, kernels, products, loops):
+    functions = functions_of(request.getfixturevalue(source)[1])
+    assert len(functions) == kernels
+    for lines in functions:
 
         def named(name, lines=lines):
             return [i for i, line in enumerate(lines) if re.search(rf"\b{name}", line)]
 
-        assert not named("LDL") and not named("STL")
         assert named("UTMALDG") and named("UBLKCP") and named("USETMAXREG") and named("STSM")
-        products = named("HGMMA")
-        assert len(products) == 4
-        # The main loop: the last product closes the group, and one group stays in flight. A fence
-        # among them would wait for all memory traffic of the SM.
-        assert "gsb0" in lines[products[-1]]
-        assert not any("gsb0" in lines[i] for i in products[:-1])
+        assert bool(named("UTMASTG")) == (source == "backward")
+        at = named("HGMMA")
+        assert len(at) == products
+        # Four products make a stage, and the last of them closes the group.
+        assert [i for i in at if "gsb0" in lines[i]] == at[3::4]
+        # In a main loop one group stays in flight.
         waits = named(r"WARPGROUP\.DEPBAR")
-        assert any("0x1" in lines[i] for i in waits)
-        assert not any(products[0] - 60 < i < waits[-1] for i in named("MEMBAR"))
+        assert sum("0x1" in lines[i] for i in waits) >= loops
+        # A stage: from its first product to the wait for the one before. A fence there would wait
+        # for all memory traffic of the SM; accumulators in local memory would be the end of it.
+        for first, last in zip(at[::4], at[3::4]):
+            wait = min(i for i in waits if i > last)
+            assert not any(first < i < wait for i in named("MEMBAR"))
+            assert not any(first < i < last for i in named("LDL") + named("STL"))
+        if source == "forward":
+            assert not named("LDL") and not named("STL")
