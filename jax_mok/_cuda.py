@@ -29,9 +29,10 @@ except ImportError as e:
 else:
     WHY_NO_CUDA = ""
 
-# XLA orders everything with this annotation on one stream, its own collectives among it. A kernel
-# that holds every multiprocessor until its peers have come must not run beside a collective that
-# waits for a multiprocessor here and there: the two would wait for each other.
+# XLA orders everything with this annotation on one stream, its NCCL collectives among it: calls and
+# those collectives then come in the same order on all devices, and none takes multiprocessors from
+# another. Some small collectives of XLA are kernels of its own on other streams; against those a
+# call helps itself, see BUILD.md.
 STREAM = "gpu_stream:collective"
 
 HOPPER = "9.0"

@@ -13,13 +13,6 @@ logger = logging.getLogger("jax_mok")
 
 IMPLEMENTATIONS = ("fused", "xla")
 
-# What two GPUs showed: right in every test, but one of five runs beside XLA's own collectives ended
-# in a time-out (a MokError, not a hang). Until that is understood it has to be asked for.
-SEVERAL_GPUS_NOTE = (
-    'experts on several GPUs: implementation="fused" has to be asked for, since a call of it '
-    "beside other collectives was once seen to time out"
-)
-
 # Platforms for which this build has a fused implementation.
 FUSED_PLATFORMS = ("cpu",) if _cuda.core is None else ("cpu", "gpu")
 
@@ -41,8 +34,6 @@ def choose(
     platform = topology.platform
     if _cuda.handles(topology):
         why = _cuda.why_not(topology, dtype=dtype, top_k=top_k)
-        if not why and implementation is None and topology.num_ranks > 1:
-            return "xla", SEVERAL_GPUS_NOTE
         if not why:
             return "fused", "asked for" if implementation else "the GPUs can run it"
     elif platform not in FUSED_PLATFORMS:
