@@ -24,6 +24,9 @@ MAX_TOP_K = 1024
 _INT32 = np.iinfo(np.int32)
 
 
+@jax.named_scope(
+    "jax_mok.moe"
+)  # for whoever reads a trace; `python -m jax_mok profile` looks for it
 def moe(
     x: jax.Array,
     expert_ids: jax.Array,

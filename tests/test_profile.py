@@ -8,9 +8,11 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
+import cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -389,6 +391,31 @@ def hlo_proto(function, *arguments) -> tuple[bytes, dict[str, str]]:
     while size > 127:
         length, size = length + bytes([size & 127 | 128]), size >> 7
     return b"\x0a" + length + bytes([size]) + content
+
+
+def test_what_the_layer_runs_lies_in_a_moe_scope(implementation):
+    """Of a model whose own scopes say nothing: forward and backward, by any implementation."""
+    case = cases.make(tokens=(16,))
+    mesh = cases.mesh((4,), ("expert",))
+    loss = lambda a: case.loss(a, mesh=mesh, implementation=implementation)
+
+    def step(args):
+        return jax.value_and_grad(loss)(args), jnp.tanh(args[0])  # tanh: the model's own
+
+    text = jax.jit(step).lower(case.args).compile().as_text()
+    pattern = r' (custom-call|all-gather|reduce-scatter|gather|tanh)\(.*op_name="(jit\(step\)/.*?)"'
+    kernel = dict(start=0, end=1, stream="s", program="jit_step")
+    found = {True: set(), False: set()}
+    for opcode, op_name in re.findall(pattern, text):
+        kernel_of_it = trace.Kernel(opcode, hlo_op=opcode, op_name=op_name, **kernel)
+        label = Classifier().label(kernel_of_it, None)
+        found[label.inside].add((opcode, "transpose" in op_name))
+    both = lambda *opcodes: {(opcode, back) for opcode in opcodes for back in (False, True)}
+    if implementation == "fused":
+        assert both("custom-call") <= found[True]
+    else:
+        assert both("all-gather", "reduce-scatter", "gather") <= found[True], found
+    assert found[False] == {("tanh", False)}
 
 
 def test_hlo_tells_what_a_fusion_holds(tmp_path):
