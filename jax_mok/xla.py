@@ -113,7 +113,11 @@ def _bad_ids(ids: jax.Array, num_experts: int) -> jax.Array:
     repeated = (same & earlier[None] & (ids >= 0)[:, :, None]).any(-1)
     kind = jnp.where(outside, 1, jnp.where(repeated, 2, 0)).reshape(-1)
     first = jnp.argmax(kind > 0)
-    found = [kind[first], first // top_k, first % top_k, ids.reshape(-1)[first]]
+    # Sums with one term, not indexing: XLA's CPU compiler makes a broken fusion of such slices in
+    # some programs with constant ids ("Failed to translate module to LLVM IR", jaxlib 0.10, 0.11).
+    there = jnp.arange(kind.size) == first
+    pick = lambda a: jnp.sum(jnp.where(there, a, 0), dtype=jnp.int32)
+    found = [pick(kind), first // top_k, first % top_k, pick(ids.reshape(-1))]
     return jnp.stack([jnp.asarray(f, jnp.int32) for f in found])
 
 

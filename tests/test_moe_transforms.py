@@ -137,6 +137,14 @@ def test_scan_over_layers(implementation, mesh, remat):
     cases.assert_close(loss(run)(first.x, stacked), loss(plain)(first.x, stacked), 5e-6)
 
 
+def test_value_and_grad_with_constant_ids(implementation, mesh):
+    """The ids of a program that is compiled with them: XLA folds what depends on them alone."""
+    case = cases.make(tokens=(16,))
+    step = lambda **options: jax.jit(jax.value_and_grad(lambda a: case.loss(a, **options)))
+    got = step(mesh=mesh, implementation=implementation)(case.args)
+    cases.assert_close(got, step(moe=jax_mok.reference.moe)(case.args), 1e-5)
+
+
 def test_grad_twice_gives_the_same(case, mesh):
     """A second backward through the same program, after the heap has been used, is as good."""
     step = jax.jit(jax.grad(lambda a: case.loss(a, mesh=mesh, implementation="fused")))
