@@ -440,12 +440,13 @@ def _describe(fault: dict[str, int]) -> str:
     if code == _PEER_FAULT:
         return where + f"rank {counter} gave the call up"
     if code in (_ID_OUT_OF_RANGE, _ID_REPEATED):
-        what = "allowed are 0 to the number of experts - 1, and -1 for unused"
+        # In the words of csrc/plan/host_plan.h, which has the other implementations' message.
+        what = "; allowed are 0 to the number of experts - 1, and -1 for unused"
         if code == _ID_REPEATED:
-            what = "which an earlier slot of the same token has too"
+            what = ", which an earlier slot of the same token has too; ids of a token must differ"
         return where + (
             f"expert_ids[{counter}, {fault['target']}] of rank {fault['tile']} is "
-            f"{fault['value']}; {what}"
+            f"{fault['value']}{what}"
         )
     return where + f"unknown fault {fault}"
 

@@ -1,5 +1,7 @@
 """Bad input: an error that names the argument, the value and what is allowed; never a hang."""
 
+import re
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_mok
-from jax_mok import Config, SharedExpert, Swiglu
+from jax_mok import Config, SharedExpert, Swiglu, _cuda
 
 
 def arguments(**changes):
@@ -171,6 +173,33 @@ def test_ids_at_run_time(name, ranks, implementation):
         assert word in str(error.value), str(error.value)
     y, _ = run(case.args, case.ids)
     cases.assert_close(y, case.reference()[0], 2e-6)
+
+
+@pytest.mark.parametrize("row, code", [([0, 8, 1], 3), ([5, 1, 5], 4)])
+def test_every_implementation_has_the_same_words_for_a_bad_id(row, code):
+    """Up to what it cannot know: the rank, the number of experts."""
+    case = cases.make(tokens=(16,))
+    ids = case.ids.at[11].set(jnp.array(row, jnp.int32))
+    slot = 1 if code == 3 else 2
+    messages = []
+    for implementation in ("fused", "xla"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="expert_ids") as error:
+            jax.block_until_ready(case.call(case.args, ids=ids, implementation=implementation))
+        messages.append(str(error.value))
+    with pytest.raises(ValueError, match="expert_ids") as error:
+        jax_mok.ops.schedule(ids, num_experts=8)
+    messages.append(str(error.value))
+    # What a kernel reports: code of the fault, then rank, token, slot and id in these fields.
+    fault = dict(code=code, rank=0, phase=0, call=1, tile=0, counter=11, target=slot)
+    messages.append(_cuda._describe(fault | dict(value=row[slot])))
+    words = set()
+    for message in messages:
+        line = message[message.index("expert_ids[") :].splitlines()[0]
+        line = re.sub(r"of (rank 0|one rank) is", "of RANK is", line)
+        words.add(re.sub(r"0 to (7|the number of experts - 1),", "0 to LAST,", line))
+    (only,) = words
+    assert only.startswith(f"expert_ids[11, {slot}] of RANK is {row[slot]}")
+    assert ("0 to LAST" in only) == (code == 3)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "xla"])

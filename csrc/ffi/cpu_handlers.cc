@@ -8,6 +8,7 @@
 
 #include "ffi/cpu_arguments.h"
 #include "ffi/cpu_meeting.h"
+#include "plan/host_plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mok::ffi {
@@ -58,14 +59,11 @@ xffi::Error check(xffi::Buffer<xffi::DataType::S32> flag,
   const int32_t* const values = flag.typed_data();
   kind->typed_data()[0] = values[0];
   if (values[0] == 0) return xffi::Error::Success();
-  const std::string where = "jax_mok.moe: expert_ids[" + std::to_string(values[1]) + ", " +
-                            std::to_string(values[2]) + "] of one rank is " +
-                            std::to_string(values[3]);
-  if (values[0] == 2)
-    return xffi::Error::InvalidArgument(
-        where + ", which an earlier slot of the same token has too; ids of a token must differ");
+  const plan::IdError error{
+      -1, values[1], values[2], values[3],
+      values[0] == 2 ? plan::IdError::Kind::kRepeated : plan::IdError::Kind::kOutOfRange};
   return xffi::Error::InvalidArgument(
-      where + "; allowed are 0 to the number of experts - 1, and -1 for unused");
+      "jax_mok.moe: " + plan::describe(error, "one rank", "the number of experts - 1"));
 }
 
 XLA_FFI_TypeInfo the_meeting_type_info = xffi::MakeTypeInfo<MeetingPlace>();

@@ -52,13 +52,20 @@ struct IdError {
   Kind kind;
 };
 
-inline std::string describe(const IdError& e, int32_t num_experts) {
+// The one wording of a bad expert id (jax_mok/_cuda.py repeats it for what a GPU reports). `whose`
+// and `largest`: the rank and the largest id that is allowed, in words where they are not known.
+inline std::string describe(const IdError& e, const std::string& whose,
+                            const std::string& largest) {
   const std::string where = "expert_ids[" + std::to_string(e.token) + ", " +
-                            std::to_string(e.slot) + "] of rank " + std::to_string(e.rank) +
-                            " is " + std::to_string(e.id);
+                            std::to_string(e.slot) + "] of " + whose + " is " +
+                            std::to_string(e.id);
   if (e.kind == IdError::Kind::kRepeated)
     return where + ", which an earlier slot of the same token has too; ids of a token must differ";
-  return where + "; allowed are 0 to " + std::to_string(num_experts - 1) + ", and -1 for unused";
+  return where + "; allowed are 0 to " + largest + ", and -1 for unused";
+}
+
+inline std::string describe(const IdError& e, int32_t num_experts) {
+  return describe(e, "rank " + std::to_string(e.rank), std::to_string(num_experts - 1));
 }
 
 // True if the ids [num_tokens, top_k] of a rank are all unused (-1) or in range and distinct within
