@@ -4,9 +4,9 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <system_error>
-#include <thread>
 #include <utility>
+
+#include "cpu/start_thread.h"
 
 namespace jax_mok::cpu {
 namespace {
@@ -16,7 +16,7 @@ class GrowingPool {
   void run(std::function<void()> task) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (tasks_.size() < idle_ || start_thread()) {
+      if (tasks_.size() < idle_ || start_thread([this] { work(); })) {
         tasks_.push_back(std::move(task));
         wake_.notify_one();
         return;
@@ -26,16 +26,6 @@ class GrowingPool {
   }
 
  private:
-  // False where the system has no thread left.
-  bool start_thread() {
-    try {
-      std::thread([this] { work(); }).detach();
-      return true;
-    } catch (const std::system_error&) {
-      return false;
-    }
-  }
-
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {

@@ -13,8 +13,9 @@
 #include <exception>
 #include <list>
 #include <mutex>
-#include <system_error>
 #include <thread>
+
+#include "cpu/start_thread.h"
 
 namespace jax_mok::cpu {
 namespace {
@@ -68,7 +69,8 @@ class Pool {
     }
     Job job(body, count, helpers);
     std::unique_lock<std::mutex> lock(mutex_);
-    while (started_ < helpers && start_thread()) ++started_;
+    // Where the system has no thread left, those that there are do the work.
+    while (started_ < helpers && start_thread([this] { work(); })) ++started_;
     const auto place = jobs_.insert(jobs_.end(), &job);
     lock.unlock();
     for (int i = 0; i < helpers; ++i) wake_.notify_one();
@@ -80,16 +82,6 @@ class Pool {
   }
 
  private:
-  // False where the system has no thread left: then those that there are do the work.
-  bool start_thread() {
-    try {
-      std::thread([this] { work(); }).detach();
-      return true;
-    } catch (const std::system_error&) {
-      return false;
-    }
-  }
-
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
