@@ -75,6 +75,19 @@ def test_debug_nans(case, want, mesh, implementation):
     cases.assert_close(result, want, EXACT)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_debug_nans_reports_a_nan_of_the_layer(mesh, implementation, on_mesh, jit):
+    """Finite arguments, y that is not: an error, and no search for it without end."""
+    case = cases.make(tokens=(16,))
+    case.x, case.w_gate, case.w_up = case.x * 1e30, case.w_gate * 1e20, case.w_up * 1e20
+    run = lambda args: case.call(
+        args, mesh=mesh if on_mesh else None, implementation=implementation
+    )
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        jax.block_until_ready((jax.jit(run) if jit else run)(case.args))
+
+
 def test_disable_jit(case, want, mesh, implementation):
     with jax.disable_jit():
         y = case.call(case.args, mesh=mesh, implementation=implementation)
