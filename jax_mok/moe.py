@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
@@ -21,6 +22,8 @@ logger = logging.getLogger("jax_mok")
 # Rings are a whole number of row tiles; this is the largest tile of any engine here.
 ROW_TILE = 64
 MAX_TOP_K = 1024
+# The rings of a program for any number of tokens are those of one for this many in each rank.
+SYMBOLIC_TOKENS = 1024
 _INT32 = np.iinfo(np.int32)
 
 
@@ -100,6 +103,10 @@ def moe(
     num_experts = _check(ids, ops, topology, local=inside)
     _check_weight_grads(config, ops)
     chosen, reason = runtime.choose(implementation, topology, ops.x.dtype, ids.shape[-1])
+    if chosen == "fused" and (why := _why_not_symbolic(ids, ops, topology)):
+        if implementation == "fused":
+            raise ValueError(f'implementation="fused" is not possible: {why}. Use "xla" or None.')
+        chosen, reason = "xla", why
     if ops.x.size == 0:
         return ops.x * 0  # nobody has a token, on any rank: nothing to run
     logger.info("jax_mok.moe: implementation %s (%s)", chosen, reason)
@@ -305,6 +312,24 @@ def _check_weight_grads(config: Config, ops: Operands) -> None:
         )
 
 
+def _why_not_symbolic(ids, ops: Operands, topology) -> str:
+    """Why the fused implementation cannot take these symbolic dims of `jax.export`; mostly "".
+
+    The number of tokens decides nothing but the size of the rings, and the CPU engine can do with
+    any. Attributes and result shapes of the calls are made of the other sizes; on a GPU, of all.
+    """
+    sizes = [*ops.w_gate.shape, ids.shape[-1]]
+    if ops.shared is not None:
+        sizes.append(ops.shared[0].shape[-1])
+    if _cuda.handles(topology):
+        where, sizes = "on GPUs it takes no symbolic dims", [*sizes, *ops.x.shape]
+    else:
+        where = "it takes symbolic dims only for the tokens"
+    if not any(map(jax.export.is_symbolic_dim, sizes)):
+        return ""
+    return f"{where}, and x has dims {ops.x.shape}, expert_ids {ids.shape}, w_gate {sizes[:3]}"
+
+
 def _in_shard_map(run, ids, ops: Operands, topology, token_axes, *, inside: bool):
     """Runs `run(ids, ops)` with every mesh axis manual that is not so yet."""
     x = ops.x
@@ -473,6 +498,8 @@ def _call_spec(ids, ops: Operands, topology, activation: Activation, config: Con
     ranks = topology.num_ranks
     local_experts = num_experts // ranks
     round_up = lambda rows: -(-rows // ROW_TILE) * ROW_TILE
+    if jax.export.is_symbolic_dim(num_tokens):
+        num_tokens = SYMBOLIC_TOKENS  # only the size of the rings comes of it
     # Worst case: all tokens of all ranks choose my experts, and every expert's last tile is ragged.
     most = round_up(ranks * num_tokens * min(top_k, local_experts)) + local_experts * ROW_TILE
     if config.macrobatch_size is None:

@@ -489,6 +489,16 @@ def test_export_for_cuda(mesh):
     assert exported.nr_devices == NUM_RANKS and FORWARD_CUDA in text and BACKWARD_CUDA in text
 
 
+def test_no_symbolic_dims_on_gpus():
+    """Sizes of the workspace, and the kernel's, are attributes of the call."""
+    (tokens,) = jax.export.symbolic_shape("t")
+    of = lambda a, *leading: jax.ShapeDtypeStruct((*leading, *a.shape[1:]), a.dtype)
+    x, ids, weights = (of(a, tokens) for a in (MACHINE.x, MACHINE.ids, MACHINE.weights))
+    run = lambda x, i, w: fused((x, w, *MACHINE.args[2:]), ids=i)
+    with pytest.raises(ValueError, match=r"on GPUs it takes no symbolic dims, and x has dims \(t,"):
+        jax.export.export(jax.jit(run), platforms=["cuda"])(x, ids, weights)
+
+
 def test_faults_in_words():
     fault = dict(code=1, rank=1, phase=0, tile=0, counter=3, value=6, target=7, call=7)
     assert "rank 3 did not come" in _cuda._describe(fault)

@@ -197,6 +197,56 @@ def test_export_round_trip(case, mesh):
     cases.assert_same_bits(jax.jit(again.call)(args), step(case.args))
 
 
+def export_of_any_size(case, dims, **options):
+    """A layer's value and gradients, exported with symbolic dims: T, H or I, as `dims` names them.
+    JAX itself cannot run programs with such dims and a shard_map, so it is on one device."""
+    (tokens, hidden, intermediate) = jax.export.symbolic_shape(dims)
+
+    def run(x, ids, weights, w_gate, w_up, w_down):
+        args = (x, weights, w_gate, w_up, w_down, None, None)
+        y, vjp = jax.vjp(lambda a: case.call(a, ids=ids, **options), args)
+        return y, vjp(jnp.cos(y))[0]
+
+    shapes = (
+        ((tokens, hidden), jnp.float32),
+        ((tokens, 3), jnp.int32),
+        ((tokens, 3), jnp.float32),
+        ((8, hidden, intermediate), jnp.float32),
+        ((8, hidden, intermediate), jnp.float32),
+        ((8, intermediate, hidden), jnp.float32),
+    )
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    checks = jax_mok.disabled_safety_checks()
+    exported = jax.export.export(jax.jit(run), disabled_checks=checks)(*types)
+    return jax.jit(jax.export.deserialize(exported.serialize()).call), jax.jit(run)
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_export_for_any_number_of_tokens(implementation, residuals):
+    config = jax_mok.Config(residuals=residuals)
+    case = cases.make(tokens=(1,))
+    options = dict(implementation=implementation, config=config)
+    exported, run = export_of_any_size(case, "t, 24, 40", **options)
+    # 3000 tokens are more than the rings have room for.
+    for tokens in (1, 7, 3000):
+        c = cases.make(tokens=(tokens,))
+        args = (c.x, c.ids, c.weights, c.w_gate, c.w_up, c.w_down)
+        cases.assert_close(exported(*args), run(*args), EXACT, f"{tokens} tokens: ")
+        if implementation == "fused":
+            cases.assert_same_bits(exported(*args), run(*args))
+
+
+@pytest.mark.parametrize("dims", ["16, h, 40", "16, 24, i", "t, h, i"])
+def test_export_for_any_width(dims):
+    """Not by the custom calls, and they say so; by default another implementation takes over."""
+    case = cases.make(tokens=(16,))
+    with pytest.raises(ValueError, match=r'only for the tokens, and x has dims .* Use "xla"'):
+        export_of_any_size(case, dims, implementation="fused")
+    exported, run = export_of_any_size(case, dims)
+    args = (case.x, case.ids, case.weights, case.w_gate, case.w_up, case.w_down)
+    cases.assert_close(exported(*args), run(*args), EXACT)
+
+
 def test_no_pointers_in_the_program(case, mesh):
     """Attributes hold facts only: the same program comes out of every process and every trace."""
     lower = lambda: jax.jit(lambda a: case.call(a, mesh=mesh, implementation="fused")).lower(
