@@ -130,6 +130,16 @@ def _legacy_context_mesh() -> Mesh | None:
     return None if mesh.empty else mesh
 
 
+def _spmd_vmap_axes() -> frozenset[str]:
+    """Mesh axes that a surrounding `jax.vmap(spmd_axis_name=...)` takes for its batch dim."""
+    try:
+        from jax._src.core import get_axis_env
+
+        return frozenset(get_axis_env().spmd_axis_names)
+    except (ImportError, AttributeError):  # then the words will be JAX's own
+        return frozenset()
+
+
 def find(mesh: Any, expert_axis: Any, arrays) -> Topology:
     """The topology of a call with arguments `arrays`; raises `ValueError` if it makes no sense."""
     expert_axes = axis_names("expert_axis", expert_axis)
@@ -161,4 +171,11 @@ def find(mesh: Any, expert_axis: Any, arrays) -> Topology:
             "all of its axes must be, or none."
         )
     own = tuple(a for a in mesh.axis_names if a not in manual)
+    taken = [a for a in own if a in _spmd_vmap_axes()]
+    if taken:
+        raise ValueError(
+            f"jax_mok.moe cannot be in a jax.vmap(spmd_axis_name={taken[0]!r}): it shards its "
+            "tokens over the mesh itself. Put the batch dims into the leading dims of x, or leave "
+            "spmd_axis_name out."
+        )
     return Topology(mesh, expert_axes, manual, own)

@@ -179,6 +179,26 @@ def test_vmap_that_jax_cannot_do_says_what_to_do(case, mesh):
         jax.vmap(run)(jnp.stack([case.x, case.x]))
 
 
+@pytest.mark.parametrize("token_axes", [None, "expert"])
+def test_vmap_over_a_mesh_axis_says_what_to_do(case, implementation, token_axes):
+    mesh = cases.mesh((2, 4), ("data", "expert"))
+    xs = jnp.stack([case.x, case.x * 2])
+
+    def run(x, w_gate):
+        args = (x, case.weights, w_gate, *case.args[3:])
+        options = dict(token_axes=token_axes, implementation=implementation)
+        return case.call(args, mesh=mesh, **options)
+
+    vmap = functools.partial(jax.vmap, run, in_axes=(0, None))
+    for function in (vmap(spmd_axis_name="data"), jax.jit(vmap(spmd_axis_name=("data",)))):
+        with pytest.raises(ValueError, match=r"spmd_axis_name='data'.*leading dims of x"):
+            function(xs, case.w_gate)
+    # What it says: without the name.
+    if implementation == "fused":
+        want = jnp.stack([run(x, case.w_gate) for x in xs])
+        cases.assert_same_bits(vmap()(xs, case.w_gate), want)
+
+
 def test_donated_arguments(case, implementation, mesh):
     want = jax.jit(lambda a: case.call(a, mesh=mesh, implementation=implementation))(case.args)
     donated = jax.jit(
