@@ -180,7 +180,7 @@ def _as_arrays(x, expert_ids, expert_weights, w_gate, w_up, w_down, biases, shar
         if shared.gate is not None:
             named["shared.gate"] = shared.gate
     arrays = {}
-    _check_ids_fit(expert_ids)
+    _check_foreign_ids(expert_ids)
     for name, value in named.items():
         try:
             arrays[name] = jnp.asarray(value)
@@ -200,7 +200,14 @@ def _as_arrays(x, expert_ids, expert_weights, w_gate, w_up, w_down, biases, shar
     return arrays["expert_ids"], ops
 
 
-def _check_ids_fit(expert_ids) -> None:
+def check_ids_fit(ids: np.ndarray) -> None:
+    """Raises `ValueError` if int32 cannot hold one of the integers `ids`."""
+    wide = (ids > _INT32.max) | (ids < _INT32.min)
+    if wide.any():
+        raise ValueError(f"expert_ids must fit in int32, got {ids[wide][0]}.")
+
+
+def _check_foreign_ids(expert_ids) -> None:
     """Ids from outside of JAX that are wider than int32, which JAX would wrap without a word."""
     if isinstance(expert_ids, jax.Array):
         return
@@ -208,11 +215,8 @@ def _check_ids_fit(expert_ids) -> None:
         ids = np.asarray(expert_ids)
     except (TypeError, ValueError):  # not an array at all, or one of tracers: JAX knows
         return
-    if ids.dtype.kind not in "iu" or ids.dtype.itemsize <= 4 or not ids.size:
-        return
-    wide = (ids > _INT32.max) | (ids < _INT32.min)
-    if wide.any():
-        raise ValueError(f"expert_ids must fit in int32, got {ids[wide][0]}.")
+    if ids.dtype.kind in "iu" and ids.dtype.itemsize > 4:
+        check_ids_fit(ids)
 
 
 def _check(ids, ops: Operands, topology, *, local: bool) -> int:

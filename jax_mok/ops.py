@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_mok import _core, ffi
 from jax_mok.config import Config, SharedExpert
-from jax_mok.moe import rank_call
+from jax_mok.moe import check_ids_fit, rank_call
 
 SourceOrder = Literal["interleaved", "sequential"]
 
@@ -293,9 +293,7 @@ def _ids(expert_ids: Any) -> np.ndarray:
         raise ValueError(
             f"expert_ids must have shape [num_ranks, T, k] or [T, k], got {np.shape(expert_ids)}."
         )
-    wide = (ids > _INT32.max) | (ids < _INT32.min)
-    if wide.any():
-        raise ValueError(f"expert_ids must fit in int32, got {ids[wide][0]}.")
+    check_ids_fit(ids)
     return np.ascontiguousarray(ids, np.int32)
 
 

@@ -35,6 +35,15 @@ xffi::Future call(Direction direction, xffi::RunId run, MeetingPlace* place,
   }
 }
 
+auto call_binding() {
+  return xffi::Ffi::Bind()
+      .Ctx<xffi::RunId>()
+      .Ctx<xffi::State<MeetingPlace>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
 xffi::Future forward(xffi::RunId run, MeetingPlace* place, xffi::RemainingArgs operands,
                      xffi::RemainingRets results, xffi::Dictionary attributes) {
   return call(Direction::kForward, run, place, operands, results, attributes);
@@ -80,19 +89,9 @@ int64_t backward_calls() { return num_backward_calls.load(); }
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokMeetingInstantiate, jax_mok::ffi::make_place,
                               xla::ffi::Ffi::BindInstantiate());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokForwardCpu, jax_mok::ffi::forward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::RunId>()
-                                  .Ctx<xla::ffi::State<jax_mok::ffi::MeetingPlace>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs());
+                              jax_mok::ffi::call_binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCpu, jax_mok::ffi::backward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::RunId>()
-                                  .Ctx<xla::ffi::State<jax_mok::ffi::MeetingPlace>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs());
+                              jax_mok::ffi::call_binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokCheckCpu, jax_mok::ffi::check,
                               xla::ffi::Ffi::Bind()
                                   .Arg<xla::ffi::Buffer<xla::ffi::DataType::S32>>()
