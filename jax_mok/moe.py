@@ -72,7 +72,8 @@ def moe(
       token_axes: mesh axes over which the tokens are sharded, `expert_axis` among them. None: all
         axes of the mesh (for a mesh with explicit axes: those of x, and expert_axis).
       mesh: None: the one in which the call is made (`jax.set_mesh`, `shard_map`), or on which the
-        arguments lie. Without any, the layer runs on one device.
+        arguments lie. Without any, the layer runs on one device. An `AbstractMesh` says nothing of
+        devices: they must come from the program's arguments, its `out_shardings`, or the context.
       config: `Config`: ring sizes, residuals, time-out. None of it changes the result.
       implementation: "fused" (one custom call), "xla" (JAX collectives and `ragged_dot`), or None:
         fused where that is possible. See `jax_mok.implementation_used`.

@@ -6,6 +6,7 @@ import re
 
 import cases
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -262,6 +263,43 @@ def test_the_check_would_see_a_gather():
     args, ids = placed(case, mesh, P("expert"))
     run = jax.jit(lambda a, i: case.call(a, ids=i, implementation="xla"))
     assert "all-gather" in _collectives(run.lower(args, ids).compile().as_text())
+
+
+ABSTRACT = ["arguments", "outputs", "context", "shard_map", "export", "shapes only"]
+
+
+@pytest.mark.parametrize("devices_from", ABSTRACT)
+def test_abstract_mesh(devices_from, implementation):
+    """It has no devices: they come from elsewhere, or are not needed yet."""
+    case = cases.make(tokens=(16,))
+    mesh = cases.mesh((4,), ("expert",))
+    abstract = mesh.abstract_mesh
+    everywhere = NamedSharding(mesh, P())
+    run = lambda args: case.call(args, mesh=abstract, implementation=implementation)
+    if devices_from == "arguments":
+        y = jax.jit(run)(jax.device_put(case.args, everywhere))
+    elif devices_from == "outputs":
+        y = jax.jit(run, out_shardings=everywhere)(case.args)
+    elif devices_from == "context":
+        with jax.set_mesh(mesh):
+            y = jax.jit(run)(case.args)
+    elif devices_from == "shard_map":
+        tokens = P("expert")
+        inside = lambda args, ids: case.call(
+            args, ids=ids, mesh=abstract, implementation=implementation
+        )
+        y = jax.shard_map(inside, mesh=mesh, in_specs=(tokens, tokens), out_specs=tokens)(
+            case.args, case.ids
+        )
+    elif devices_from == "export":
+        checks = jax_mok.disabled_safety_checks()
+        exported = jax.export.export(jax.jit(run), disabled_checks=checks)(case.args)
+        y = jax.jit(exported.call)(jax.device_put(case.args, everywhere))
+    else:
+        y = jax.eval_shape(run, case.args)
+        assert (y.shape, y.dtype) == (case.x.shape, case.x.dtype)
+        return
+    cases.assert_close(y, case.reference()[0], EXACT)
 
 
 def test_implementation_used(caplog):
