@@ -1,7 +1,5 @@
 // Negative controls: set-ups that must deadlock do, protocols with a wait left out are caught, and
 // the same simulation without the flaw runs through. They show that protocol_test can fail.
-#include <map>
-
 #include "check.h"
 #include "protocol_cases.h"
 
@@ -31,7 +29,7 @@ Setup busy_setup() {
   s.block_rows = 2;
   s.gate_up_tiles = 2;
   s.down_tiles = 2;
-  s.grad_weight_tiles = 2;
+  s.grad_weight_tiles = 3;
   s.group_blocks = 3;
   s.macrobatch_blocks = 4;
   s.ring_blocks = 4;
@@ -42,48 +40,69 @@ Setup busy_setup() {
   return setup;
 }
 
-// Every token goes to expert 0 or 1 in turn, so both ranks have the same full blocks.
+// Every token goes to the top_k experts after its own number.
 Ids even_ids(const Shape& s) {
   std::vector<int32_t> ids;
-  for (int32_t token = 0; token < s.num_tokens; ++token) ids.push_back(token % 2);
+  for (int32_t token = 0; token < s.num_tokens; ++token)
+    for (int32_t slot = 0; slot < s.top_k; ++slot)
+      ids.push_back((token + slot) % (s.num_ranks * s.num_local_experts));
   return Ids(s.num_ranks, ids);
 }
 
-// `rounds` random interleavings. The plan is built from the legal set-up; ring_blocks and
-// hidden_ring may then be smaller than check() allows.
-Tally many(const Setup& legal, const std::vector<Pass>& passes, int32_t ring_blocks,
-           int32_t hidden_ring, int rounds = 40) {
-  const Routing routing(legal.shape, even_ids(legal.shape));
+constexpr int kRounds = 20;
+
+// Random interleavings. The plan is built from the legal set-up; ring_blocks and hidden_ring may
+// then be smaller than check() allows.
+Tally many(const Setup& legal, const std::vector<Pass>& passes, const Ids& ids, int32_t ring_blocks,
+           int32_t hidden_ring) {
+  const Routing routing(legal.shape, ids);
   Setup setup = legal;
   setup.shape.ring_blocks = ring_blocks;
   setup.hidden_ring = hidden_ring;
   Rng rng(9);
   Tally tally;
-  for (int round = 0; round < rounds; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     std::vector<Launch> launches;
     for (Pass pass : passes)
-      launches.push_back(make_launch(legal.shape, pass, routing, 1 + launches.size() / 2));
+      launches.push_back(make_launch(legal, pass, routing, 1 + launches.size() / 2));
     World world(setup, std::move(launches), true);
     tally.add(simulate(world, rng));
   }
   return tally;
 }
-
-Tally many(const Setup& legal, const std::vector<Pass>& passes) {
-  return many(legal, passes, legal.shape.ring_blocks, legal.shape.macrobatch_blocks);
+Tally many(const Setup& legal, const std::vector<Pass>& passes, const Ids& ids) {
+  return many(legal, passes, ids, legal.shape.ring_blocks, legal.shape.macrobatch_blocks);
+}
+Tally many(const Setup& legal, int32_t ring_blocks, int32_t hidden_ring) {
+  return many(legal, {Pass::kForward}, even_ids(legal.shape), ring_blocks, hidden_ring);
 }
 
-const std::vector<Pass> kOnlyForward{Pass::kForward};
-const std::vector<Pass> kBoth{Pass::kForward, Pass::kBackward};
+// Runs through as it is, and is caught with any of these faults in a quarter of the rounds
+// at least.
+struct Control {
+  Fault fault;
+  const char* name;
+};
+void all_caught(Setup setup, const std::vector<Pass>& passes, const Ids& ids,
+                const std::vector<Control>& controls) {
+  const Tally good = many(setup, passes, ids);
+  CHECK(good.done == kRounds, good.last);
+  for (const Control& control : controls) {
+    setup.fault = control.fault;
+    const Tally tally = many(setup, passes, ids);
+    const int caught = tally.violation + tally.deadlock;
+    CHECK(caught >= kRounds / 4, control.name, ": caught in ", caught, " of ", kRounds, " rounds");
+  }
+}
 
 }  // namespace
 
 TEST(token_ring_smaller_than_its_group_deadlocks) {
   Setup setup = busy_setup();
   for (int32_t ring : {1, 2, 3, 4}) {
-    const Tally tally = many(setup, kOnlyForward, ring, setup.shape.macrobatch_blocks);
+    const Tally tally = many(setup, ring, setup.shape.macrobatch_blocks);
     const bool enough = ring >= setup.shape.group_blocks;
-    CHECK(tally.deadlock == (enough ? 0 : 40) && tally.violation == 0, "ring ", ring, ": ",
+    CHECK(tally.deadlock == (enough ? 0 : kRounds) && tally.violation == 0, "ring ", ring, ": ",
           tally.deadlock, " deadlocks, ", tally.violation, " violations; ", tally.last);
   }
 }
@@ -91,69 +110,121 @@ TEST(token_ring_smaller_than_its_group_deadlocks) {
 TEST(rows_in_flight_need_ring_beyond_the_group) {
   Setup setup = busy_setup();
   setup.comm_workers = 1;
-  setup.unit_rows = setup.shape.block_rows;
-  setup.units_in_flight = 3;  // two blocks ahead of the oldest unsignalled row
-  setup.shape.rows_in_flight = 2 * setup.shape.block_rows;
-  const int32_t bound = 5;
-  setup.shape.ring_blocks = bound;
-  CHECK(min_ring_blocks(setup.shape) == bound);
-  for (int32_t ring : {3, 4, 5}) {
-    const Tally tally = many(setup, kOnlyForward, ring, setup.shape.macrobatch_blocks);
-    if (ring < bound)
-      CHECK(tally.deadlock > 0 && tally.violation == 0, "ring ", ring, ": ", tally.deadlock);
-    else
-      CHECK(tally.done == 40, "ring ", ring, ": ", tally.last);
+  setup.fault = Fault::kHoldsBack;  // waits for a slot with a unit (here a block) not signalled
+  setup.shape.rows_in_flight = setup.unit_rows;
+  setup.shape.ring_blocks = static_cast<int32_t>(min_ring_blocks(setup.shape));
+  CHECK(setup.shape.ring_blocks == 4 && setup.unit_rows == setup.shape.block_rows);
+  for (int32_t ring : {3, 4}) {
+    const Tally tally = many(setup, ring, setup.shape.macrobatch_blocks);
+    CHECK((ring == 4 ? tally.done : tally.deadlock) == kRounds, "ring ", ring, ": ", tally.deadlock,
+          " deadlocks; ", tally.last);
   }
+  setup.fault = Fault::kNone;  // so the ring need not be larger than a group
+  CHECK(many(setup, 3, setup.shape.macrobatch_blocks).done == kRounds);
 }
 
 TEST(hidden_ring_smaller_than_the_macrobatch_deadlocks) {
   Setup setup = busy_setup();
   setup.compute_workers = 1;  // several may by luck split the tiles so that it runs through
   for (int32_t ring : {1, 3, 4}) {
-    const Tally tally = many(setup, kOnlyForward, setup.shape.ring_blocks, ring);
-    CHECK(tally.deadlock == (ring < 4 ? 40 : 0) && tally.violation == 0, "ring ", ring, ": ",
+    const Tally tally = many(setup, setup.shape.ring_blocks, ring);
+    CHECK(tally.deadlock == (ring < 4 ? kRounds : 0) && tally.violation == 0, "ring ", ring, ": ",
           tally.deadlock, "; ", tally.last);
   }
 }
 
-TEST(backward_token_ring_smaller_than_the_macrobatch_deadlocks) {
-  const Setup setup = busy_setup();
-  for (int32_t ring : {3, 4}) {
-    const Tally tally = many(setup, kBoth, ring, setup.shape.macrobatch_blocks);
-    CHECK(tally.deadlock == (ring < 4 ? 40 : 0) && tally.violation == 0, "ring ", ring, ": ",
-          tally.deadlock, "; ", tally.last);
-  }
+TEST(every_missing_wait_of_the_forward_is_noticed) {
+  const Pass f = Pass::kForward;
+  all_caught(busy_setup(), {f, f, f, f}, even_ids(busy_setup().shape),
+             {{Fault::kNoTokensFull, "tokens full"},
+              {Fault::kNoTokensEmpty, "tokens empty"},
+              {Fault::kNoHiddenFull, "hidden full"},
+              {Fault::kNoHiddenEmpty, "hidden empty"},
+              {Fault::kNoPublished, "published"},
+              {Fault::kNoPushed, "pushed"},
+              {Fault::kSignalsEarly, "signals rows that are not stored"},
+              {Fault::kNoBufferRead, "buffer read"}});
 }
 
-TEST(backward_rows_in_flight_over_a_macrobatch_boundary) {
+namespace {
+
+// Two experts a rank, whose blocks the macrobatches cut; neighbouring tiles have other workers.
+Setup busy_backward_setup() {
   Setup setup = busy_setup();
-  setup.comm_workers = 1;
-  setup.unit_rows = 3;  // the second unit crosses blocks and macrobatches
-  setup.units_in_flight = 2;
-  setup.shape.rows_in_flight = rows_in_flight(setup);
-  setup.shape.ring_blocks = static_cast<int32_t>(min_ring_blocks_backward(setup.shape));
-  CHECK(many(setup, kBoth).done == 40);
-  setup.shape.rows_in_flight = 0;
-  setup.shape.ring_blocks = setup.shape.macrobatch_blocks;
-  CHECK(many(setup, kBoth).deadlock > 0);
-  setup.flush = true;  // signalling all of a macrobatch first makes the plain ring enough
-  CHECK(many(setup, kBoth).done == 40);
+  setup.shape.num_local_experts = 2;
+  setup.shape.top_k = 2;
+  setup.shape.num_tokens = 16;
+  setup.shape.macrobatch_blocks = setup.shape.ring_blocks = 5;
+  setup.compute_workers = 4;
+  setup.grad = {2, 2, 3};
+  setup.weight_panels = 2;
+  return setup;
 }
 
-TEST(every_missing_wait_is_noticed) {
-  const std::map<Fault, const char*> faults{
-      {Fault::kNoTokensFull, "tokens full"}, {Fault::kNoTokensEmpty, "tokens empty"},
-      {Fault::kNoHiddenFull, "hidden full"}, {Fault::kNoHiddenEmpty, "hidden empty"},
-      {Fault::kNoPublished, "published"},    {Fault::kNoPushed, "pushed"},
-  };
-  Setup setup = busy_setup();
-  CHECK(many(setup, kBoth).done == 40);
-  for (const auto& [fault, name] : faults) {
-    setup.fault = fault;
-    const Tally tally = many(setup, {Pass::kForward, Pass::kBackward, Pass::kForward});
-    CHECK(tally.violation >= 20 && tally.deadlock == 0, name, ": ", tally.violation,
-          " of 40 caught, ", tally.deadlock, " deadlocks");
-  }
+}  // namespace
+
+TEST(every_missing_wait_of_the_backward_is_noticed) {
+  const Setup setup = busy_backward_setup();
+  all_caught(setup, {Pass::kBackward}, even_ids(setup.shape),
+             {{Fault::kNoTokensFull, "tokens full"},
+              {Fault::kNoPublished, "published"},
+              {Fault::kNoPushed, "pushed"},
+              {Fault::kHoldsBack, "holds rows back while it waits"},
+              {Fault::kSignalsEarly, "signals rows that are not stored"},
+              {Fault::kNoBufferRead, "buffer read"},
+              {Fault::kNoMacrobatchWait, "macrobatch done"},
+              {Fault::kNoDispatchMacrobatchWait, "macrobatch done, dispatch"},
+              {Fault::kSmallHiddenTarget, "hidden gradients of earlier macrobatches"},
+              {Fault::kNoHiddenWait, "hidden gradients"},
+              {Fault::kOneOpenSum, "one open sum"},
+              {Fault::kNoSharedFull, "shared full"},
+              {Fault::kNoAllSharedFull, "all shared full"},
+              {Fault::kNoReady, "ready"},
+              {Fault::kNoDone, "done"},
+              {Fault::kNoReleased, "released"},
+              {Fault::kNoStageEmpty, "stage empty"},
+              {Fault::kNoOutboxEmpty, "outbox empty"},
+              {Fault::kNoOutboxFull, "outbox full"},
+              {Fault::kNoOutboxRead, "outbox read"},
+              {Fault::kNoHiddenWritten, "hidden gradients written"},
+              {Fault::kSkipsRows, "rows left out"}});
+}
+
+// A tile's rows come only once dispatch has waited for the macrobatch before, and its other inputs
+// only after those: that tiles wait for it too is not what keeps them right.
+TEST(dispatch_alone_keeps_macrobatches_apart) {
+  Setup setup = busy_backward_setup();
+  setup.fault = Fault::kNoTileMacrobatchWait;
+  const Tally tally = many(setup, {Pass::kBackward}, even_ids(setup.shape));
+  CHECK(tally.done == kRounds, tally.last);
+}
+
+TEST(copies_inside_the_ring_wait_and_need_a_ring_of_all_blocks) {
+  Setup setup = busy_backward_setup();
+  Shape& s = setup.shape;
+  s.num_local_experts = 4;
+  s.num_tokens = 12;  // 3 blocks an expert
+  const Ids ids = even_ids(s);
+  s.macrobatch_blocks = s.ring_blocks = 6;
+  for (Pass pass : {Pass::kForward, Pass::kBackward})
+    all_caught(setup, {pass}, ids, {{Fault::kCopiesInSmallRing, "copies in a small ring"}});
+  s.macrobatch_blocks = s.ring_blocks = 12;
+  for (Pass pass : {Pass::kForward, Pass::kBackward})
+    all_caught(setup, {pass}, ids, {{Fault::kNoCopyWait, "copied before it is there"}});
+}
+
+TEST(saved_rows_are_not_in_the_ring) {
+  Setup setup = busy_backward_setup();
+  setup.save = true;
+  all_caught(setup, {Pass::kForward, Pass::kBackward}, even_ids(setup.shape),
+             {{Fault::kIgnoresSaved, "ignores what is saved"}});
+}
+
+TEST(experts_without_rows_have_gradients) {
+  Setup setup = busy_backward_setup();
+  const Ids ids = even_ids(setup.shape);
+  setup.shape.num_local_experts = 4;  // of which two are never asked for
+  all_caught(setup, {Pass::kBackward}, ids, {{Fault::kNothingForEmpty, "left out"}});
 }
 
 // ---- why results are pushed ----

@@ -1,4 +1,5 @@
-// The actors of one rank: front (publish, wait for the kernel, sum), pullers, loaders, consumers.
+// The actors of one rank in both passes (front: publish, wait for the kernel, sum; dispatchers) and
+// those that compute in the forward (loaders, consumers).
 #pragma once
 
 #include "protocol.h"
@@ -14,14 +15,14 @@ class Front : public Actor {
   bool step() override {
     switch (state_) {
       case State::kReset:
-        for (auto* counters : {&me.x_full, &me.x_empty, &me.h_full, &me.h_empty})
-          for (Counter& c : *counters) c.store(0, std::memory_order_relaxed);
-        me.finished.store(0, std::memory_order_relaxed);
-        if (!forward()) std::fill(me.weight.begin(), me.weight.end(), kPoison);
-        me.started.store(epoch(), std::memory_order_release);
+        me.reset(w.setup);
+        if (!forward()) me.poison(w.setup);
         return go(State::kRows);
       case State::kRows:
-        if (i_ == s.num_tokens) return go(State::kPublish);
+        if (i_ == s.num_tokens) {
+          me.started.store(epoch(), std::memory_order_release);
+          return go(State::kPublish);
+        }
         me.x[i_] = token_value(launch().salt, rank_, i_);
         me.dy[i_] = gradient_value(launch().salt, rank_, i_);
         return ++i_, true;
@@ -30,10 +31,8 @@ class Front : public Actor {
         w.ranks[i_]->published[rank_].store(epoch(), std::memory_order_release);
         return ++i_, true;
       case State::kKernel:
-        if (!reached(me.finished, w.workers_per_rank())) return false;
-        if (!forward())
-          require(me.weight == launch().expected.weight[rank_], "wrong weight gradient", rank_,
-                  launch_);
+        if (!reached(me.finished, w.workers_per_rank(pass()))) return false;
+        if (!forward()) check_weights();
         return go(State::kPush);
       case State::kPush:
         if (i_ == s.num_ranks) return go(State::kPeers);
@@ -50,6 +49,7 @@ class Front : public Actor {
           return go(State::kReset);
         }
         sum(i_);
+        if (!forward()) sum_dots(i_);
         return ++i_, true;
     }
     return false;
@@ -57,7 +57,6 @@ class Front : public Actor {
 
  private:
   enum class State { kReset, kRows, kPublish, kKernel, kPush, kPeers, kSum };
-  static constexpr uint64_t kPoison = 0xdeadbeefdeadbeefu;
   State state_ = State::kReset;
   int32_t i_ = 0;
 
@@ -67,159 +66,234 @@ class Front : public Actor {
     return true;
   }
 
+  // In slot order, then what the shared experts have added.
   void sum(int32_t token) {
     uint64_t total = 0;
     for (int32_t slot = 0; slot < s.top_k; ++slot) {
       if (launch().routing->ids[rank_][token * s.top_k + slot] < 0) continue;
-      for (int32_t n = 0; n < s.down_tiles; ++n) {
-        const int64_t at = combine_slot(token, slot, s.num_tokens) * s.down_tiles + n;
-        require(me.slot_epoch[at] == epoch(), "a slot was not written", token, slot);
-        total = then(total, me.slots[at]);
-      }
+      for (int32_t n = 0; n < s.down_tiles; ++n)
+        total =
+            then(total, me.slots.read(combine_slot(token, slot, s.num_tokens) * s.down_tiles + n,
+                                      epoch(), "a slot was not written"));
     }
+    if (!forward() && w.setup.shared_blocks() > 0)
+      for (int32_t n = 0; n < s.down_tiles; ++n)
+        total = then(total, me.shared_dx.read(token * s.down_tiles + n, epoch(),
+                                              "the shared experts' dx was not written"));
     require(total == launch().expected.y[rank_][token], "wrong sum of a token", rank_, token);
   }
+
+  // Gradients of expert weights: parts in the order of the columns.
+  void sum_dots(int32_t token) {
+    const GradFacts& grad = w.setup.grad;
+    const int32_t columns = grad.hidden_columns(s.gate_up_tiles);
+    const int32_t parts = columns + (routed_weight_tiles(s.grad_weight_tiles).bias > 0 ? 1 : 0);
+    for (int32_t i = token * s.top_k; i < (token + 1) * s.top_k; ++i) {
+      if (launch().routing->ids[rank_][i] < 0) continue;
+      uint64_t total = 0;
+      for (int32_t part = 0; part < parts; ++part)
+        total = then(total, me.dots.read(int64_t{i} * (columns + 1) + part, epoch(),
+                                         "a part of <h, dh> was not written"));
+      require(total == launch().expected.dot[rank_][i], "wrong <h, dh>", rank_, i);
+    }
+    if (w.setup.shared_blocks() == 0) return;
+    const int32_t shared_columns = grad.hidden_columns(grad.shared_hidden_tiles);
+    uint64_t total = 0;
+    for (int32_t part = 0; part < shared_columns; ++part)
+      total = then(total, me.shared_dots.read(int64_t{token} * shared_columns + part, epoch(),
+                                              "a shared part of <h, dh> was not written"));
+    require(total == launch().expected.shared_dot[rank_][token], "wrong shared <h, dh>", rank_,
+            token);
+  }
+
+  void check_weights() {
+    check_weights(me.weight, launch().expected.weight[rank_], "weight");
+    if (w.setup.shared_blocks() > 0)
+      check_weights(me.shared_weight, launch().expected.shared_weight[rank_], "shared weight");
+  }
+  // All panels and warps of a tile have formed the same sum.
+  void check_weights(const Results& weight, const std::vector<uint64_t>& expected,
+                     const char* what) {
+    const int64_t per_tile = int64_t{w.setup.weight_panels} * w.setup.consumer_warps;
+    for (size_t tile = 0; tile < expected.size(); ++tile)
+      for (int64_t i = 0; i < per_tile; ++i)
+        require(weight.read(tile * per_tile + i, epoch(), "a weight gradient was not written") ==
+                    expected[tile],
+                (std::string("wrong gradient of a ") + what).c_str(), rank_, tile);
+  }
 };
 
-// A part of the kernel: begins when the rank's kernel has started, says when it has finished.
-class Worker : public Actor {
+// csrc/cuda/dispatch.cuh: takes every count-th unit of rows in the order of the pass (backward:
+// blocks from last to first, cotangents and tokens that were not saved) and moves them piece by
+// piece through its buffers into the rings. The rows of a unit are signalled together, one unit
+// late. Before it waits for a slot or for a row to copy, it stores and signals all it holds.
+class Dispatcher : public Role {
  public:
-  using Actor::Actor;
-  bool step() final {
-    if (!running_) {
-      if (!reached(me.started, epoch())) return false;
-      running_ = true;
-      begin();
-      return true;
-    }
-    if (!finished()) return work();
-    running_ = false;
-    ++launch_;
-    signal(me.finished);
-    return true;
-  }
-
- protected:
-  virtual void begin() = 0;
-  virtual bool finished() const = 0;
-  virtual bool work() = 0;
+  Dispatcher(World& world, int32_t rank, int32_t index, Pass acts_in)
+      : Role(world, rank, "dispatcher", index, acts_in),
+        buffers_(world.setup.buffers),
+        loaded_(world.setup.buffers) {}
 
  private:
-  bool running_ = false;
-};
+  struct Cursor {
+    int32_t unit, tensor = 0, row = 0, part = 0, buffer = 0;
+    uint32_t parity = 0;
+  };
+  // Where a row comes from: a row of a rank's tokens, the zero row, or a row of this rank's ring.
+  struct Source {
+    const uint64_t* row = nullptr;
+    int32_t ring_slot = -1;
+  };
+  struct Need {
+    const Counter* counter;
+    uint32_t target;
+  };
 
-// Pulls its share of the rows into the ring: first waits for every peer, then takes batches of
-// units, all rows of a batch before any of them is signalled.
-class Puller : public Worker {
- public:
-  Puller(World& world, int32_t rank, int32_t index)
-      : Worker(world, rank, "puller " + std::to_string(index)), index_(index) {}
+  std::vector<uint64_t> buffers_;
+  std::vector<Barrier> loaded_;
+  Cursor loading_, storing_;
+  Source next_from_;
+  int32_t in_flight_ = 0, unsignalled_ = -1;
 
- private:
-  const int32_t index_;
-  int32_t peers_ready_ = 0;
-  int64_t unit_ = 0;             // next unit to take
-  int64_t position_ = 0;         // next row in it, in pull order
-  int32_t units_taken_ = 0;      // of this batch
-  std::vector<int64_t> flying_;  // rows taken, data still under way
-  size_t landed_ = 0;            // of flying_
-
-  int64_t total() const { return static_cast<int64_t>(plan().rows.size()); }
-  int64_t unit_first(int64_t unit) const { return unit * w.setup.unit_rows; }
-  // Row in the row list at a place of the pull order: blocks in the order of the pass.
-  int64_t row_at(int64_t position) const {
-    const int64_t block = position / s.block_rows;
-    return forward() ? position
-                     : (plan().num_blocks() - 1 - block) * s.block_rows + position % s.block_rows;
+  int32_t count() const { return w.setup.dispatchers(); }
+  int32_t units() const { return plan().num_blocks() * (s.block_rows / w.setup.unit_rows); }
+  int32_t step_of(int32_t unit) const { return unit * w.setup.unit_rows / s.block_rows; }
+  int32_t block_of(int32_t unit) const {
+    return forward() ? step_of(unit) : plan().num_blocks() - 1 - step_of(unit);
   }
-  bool kept(int32_t block) const {
-    return w.setup.reuse_tokens && !forward() &&
-           left_in_ring(plan().num_blocks(), block, s.ring_blocks);
+  int32_t row_in_block(int32_t unit) const { return unit * w.setup.unit_rows % s.block_rows; }
+  bool is_saved(int32_t unit) const {
+    return w.setup.save && left_in_ring(plan().num_blocks(), block_of(unit), s.macrobatch_blocks);
   }
-  int32_t token_reads() const {
-    return forward() ? s.gate_up_tiles : s.gate_up_tiles + s.grad_weight_tiles;
+  int32_t tensors(int32_t unit) const { return forward() || is_saved(unit) ? 1 : 2; }
+  std::vector<uint64_t>& ring_of(int32_t tensor) const {
+    return forward() ? me.ring_x : tensor == 0 ? me.grad_ring_dy : me.grad_ring_x;
   }
-
-  void begin() override {
-    peers_ready_ = 0;
-    unit_ = index_;
-    position_ = unit_first(unit_);
-    units_taken_ = 0;
-  }
-  bool finished() const override { return position_ >= total() && flying_.empty(); }
-
-  bool work() override {
-    if (peers_ready_ < s.num_ranks) {
-      if (!fault(Fault::kNoPublished) && !reached(me.published[peers_ready_], epoch()))
-        return false;
-      return ++peers_ready_, true;
+  std::vector<Counter>& full() const { return forward() ? me.x_full : me.grad_x_full; }
+  void advance(Cursor& c) const {
+    if (++c.buffer == w.setup.buffers) {
+      c.buffer = 0;
+      c.parity ^= 1;
     }
-    const bool full = units_taken_ == w.setup.units_in_flight || position_ >= total();
-    if (full || (flush_before(position_) && !flying_.empty())) return land();
-    return take();
+    if (++c.part < w.setup.row_parts) return;
+    c.part = 0;
+    if (++c.row < w.setup.unit_rows) return;
+    c.row = 0;
+    if (++c.tensor < tensors(c.unit)) return;
+    c.tensor = 0;
+    c.unit += count();
+  }
+  // The bits of a row that a piece stands for.
+  uint64_t mask(int32_t part) const {
+    const uint64_t low = 0xffffffffu;
+    return w.setup.row_parts == 1 ? ~uint64_t{0} : part == 0 ? low : ~low;
   }
 
-  bool flush_before(int64_t position) const {
-    return w.setup.flush && !flying_.empty() &&
-           macrobatch_of(s, static_cast<int32_t>(flying_.back() / s.block_rows)) !=
-               macrobatch_of(s, static_cast<int32_t>(row_at(position) / s.block_rows));
+  // A token of a peer that several experts here want is pulled once, where the ring holds all.
+  Source source(int32_t row, int32_t tensor) const {
+    static const uint64_t zero_row = kPaddingValue;
+    const RowSource& from = plan().rows[row];
+    if (is_padding(from)) return {&zero_row, -1};
+    const bool holds_all = plan().num_blocks() <= s.ring_blocks || fault(Fault::kCopiesInSmallRing);
+    const int32_t first =
+        (forward() ? plan().first_use : launch().routing->first_use_backward[rank_])[row];
+    if (holds_all && from.rank != rank_ && first >= 0) {
+      const int32_t slot = ring_slot(first / s.block_rows, s.ring_blocks);
+      return {&ring_of(tensor)[slot * s.block_rows + first % s.block_rows], slot};
+    }
+    const Rank& peer = *w.ranks[from.rank];
+    return {&(forward() || tensor == 1 ? peer.x : peer.dy)[from.token], -1};
+  }
+  void look_up_route() {
+    if (loading_.unit >= units()) return;
+    next_from_ =
+        source(block_of(loading_.unit) * s.block_rows + row_in_block(loading_.unit) + loading_.row,
+               loading_.tensor);
   }
 
-  bool take() {
-    const int64_t row = row_at(position_);
-    const int32_t block = static_cast<int32_t>(row / s.block_rows), slot = x_slot(block);
-    if (!fault(Fault::kNoTokensEmpty) &&
-        !reached(me.x_empty[slot], x_empty_target(s, pass(), generation(block, s.ring_blocks))))
-      return false;
-    if (w.track) {
-      if (kept(block)) {
-        const int64_t old_user = int64_t{launch_ - 1} << 32 | block;
-        me.track_x[slot].adopt(old_user, user(block), token_reads());
+  Need need() const {
+    if (loading_.part > 0) return {nullptr, 0};
+    if (next_from_.ring_slot >= 0)
+      return fault(Fault::kNoCopyWait) ? Need{nullptr, 0}
+                                       : Need{&full()[next_from_.ring_slot], x_full_target(s, 0)};
+    if (loading_.row > 0 || loading_.tensor > 0) return {nullptr, 0};
+    const int32_t block = block_of(loading_.unit);
+    if (forward()) {
+      const int32_t g = block / s.ring_blocks, slot = ring_slot(block, s.ring_blocks);
+      if (g == 0 || fault(Fault::kNoTokensEmpty)) return {nullptr, 0};
+      return {&me.x_empty[slot], x_empty_target(s, pass(), g)};
+    }
+    const int32_t before = macrobatch_of(s, block) + 1;
+    if (before >= num_macrobatches(s, plan().num_blocks()) ||
+        fault(Fault::kNoDispatchMacrobatchWait) || fault(Fault::kNoMacrobatchWait))
+      return {nullptr, 0};
+    return {&me.macrobatch_done[before], static_cast<uint32_t>(w.setup.compute_workers)};
+  }
+  static bool satisfied(const Need& n) {
+    return n.counter == nullptr || reached(*n.counter, n.target);
+  }
+
+  Program run() override {
+    for (Barrier& b : loaded_) b.reset(1);
+    loading_ = storing_ = {index_};
+    in_flight_ = 0;
+    unsignalled_ = -1;
+    for (int32_t r = 0; r < s.num_ranks && !fault(Fault::kNoPublished); ++r)
+      co_await wait(me.published[r], epoch());
+    look_up_route();
+    while (storing_.unit < units()) {
+      while (in_flight_ < w.setup.buffers - 1 && loading_.unit < units() && satisfied(need()))
+        co_await load();
+      if (in_flight_ > 0) {
+        co_await store();
       } else {
-        me.track_x[slot].begin_write(user(block), s.block_rows, token_reads());
+        if (!fault(Fault::kHoldsBack)) co_await signal_stored();
+        co_await until([n = need()] { return satisfied(n); });
       }
-      if (!forward()) me.track_dy[slot].begin_write(user(block), s.block_rows, token_reads());
     }
-    const int64_t at = ring_row(s, block, static_cast<int32_t>(row % s.block_rows), s.ring_blocks);
-    if (!kept(block)) me.ring_x[at] = ~uint64_t{0};  // on its way
-    flying_.push_back(row);
-    ++position_;
-    if (position_ == total() || position_ == unit_first(unit_ + 1)) {
-      ++units_taken_;
-      unit_ += w.setup.comm_workers;
-      position_ = unit_first(unit_);
-    }
-    return true;
+    co_await signal_stored();
   }
 
-  // One row's data arrives; after the last the batch is signalled, once per block.
-  bool land() {
-    if (landed_ < flying_.size()) {
-      const int64_t row = flying_[landed_++];
-      const RowSource from = plan().rows[row];
-      const int32_t block = static_cast<int32_t>(row / s.block_rows), slot = x_slot(block);
-      const int64_t at =
-          ring_row(s, block, static_cast<int32_t>(row % s.block_rows), s.ring_blocks);
-      if (!kept(block)) {
-        me.ring_x[at] = is_padding(from) ? kPaddingValue : w.ranks[from.rank]->x[from.token];
-        if (w.track) me.track_x[slot].end_write(user(block));
-      }
-      if (!forward()) {
-        me.ring_dy[at] = is_padding(from) ? kPaddingValue : w.ranks[from.rank]->dy[from.token];
-        if (w.track) me.track_dy[slot].end_write(user(block));
-      }
-      return true;
-    }
-    for (size_t i = 0; i < flying_.size();) {
-      const int64_t block = flying_[i] / s.block_rows;
-      uint32_t rows = 0;
-      while (i < flying_.size() && flying_[i] / s.block_rows == block) ++i, ++rows;
-      signal(me.x_full[x_slot(static_cast<int32_t>(block))], rows);
-    }
-    flying_.clear();
-    landed_ = 0;
-    units_taken_ = 0;
-    return true;
+  Program load() {
+    const Cursor c = loading_;
+    if (!fault(Fault::kNoBufferRead)) co_await until([this] { return stores_.read(1); });
+    loads_.add({next_from_.row, &buffers_[c.buffer], 1, 1, mask(c.part),
+                [&loaded = loaded_[c.buffer]] { loaded.arrive(); }});
+    ++in_flight_;
+    advance(loading_);
+    look_up_route();
+  }
+
+  Program store() {
+    const Cursor c = storing_;
+    co_await wait(loaded_[c.buffer], c.parity);
+    const int32_t block = block_of(c.unit);
+    uint64_t& to =
+        ring_of(c.tensor)[ring_row(s, block, row_in_block(c.unit) + c.row, s.ring_blocks)];
+    Track* track = w.track && forward() ? &me.track_x[x_slot(block)] : nullptr;
+    if (track != nullptr)
+      track->begin_write(user(block), s.block_rows * w.setup.row_parts, s.gate_up_tiles);
+    to |= mask(c.part);  // on its way
+    stores_.add({&buffers_[c.buffer], &to, 1, 1, mask(c.part), [track, by = user(block)] {
+                   if (track != nullptr) track->end_write(by);
+                 }});
+    stores_.commit();
+    --in_flight_;
+    advance(storing_);
+    if (storing_.unit == c.unit) co_return;
+    if (!fault(Fault::kSignalsEarly)) co_await until([this] { return stores_.written(2); });
+    if (unsignalled_ >= 0) signal_unit(unsignalled_);
+    unsignalled_ = c.unit;
+    if (step_of(c.unit) < s.group_blocks) co_await signal_stored();
+  }
+  Program signal_stored() {
+    if (unsignalled_ < 0) co_return;
+    if (!fault(Fault::kSignalsEarly)) co_await until([this] { return stores_.written(0); });
+    signal_unit(unsignalled_);
+    unsignalled_ = -1;
+  }
+  void signal_unit(int32_t unit) {
+    signal(full()[ring_slot(block_of(unit), s.ring_blocks)], w.setup.unit_rows);
   }
 };
 
@@ -235,36 +309,21 @@ struct Pipe {
 };
 
 // Both halves of a compute worker derive the same sequence of tiles on their own.
-inline std::vector<Tile> tiles_of_worker(const Shape& s, const HostPlan& plan, Pass pass,
-                                         int32_t worker, int32_t workers) {
+inline std::vector<Tile> tiles_of_worker(const Shape& s, const HostPlan& plan, int32_t worker,
+                                         int32_t workers) {
   std::vector<Tile> tiles;
-  const BlockMap map = plan.map();
-  const int32_t macrobatches = num_macrobatches(s, map.num_blocks);
-  for (int32_t i = 0; i < macrobatches; ++i) {
-    const int32_t m = macrobatch_at(pass, macrobatches, i);
-    for (Phase phase : {first_phase(pass), second_phase(pass)}) {
-      const int64_t first = phase_first_tile(s, map.num_blocks, m, phase);
-      const int64_t end = first + phase_tiles(s, map.num_blocks, m, phase);
-      for (int64_t t = first_owned(first, worker, workers); t < end; t += workers)
-        tiles.push_back(phase_tile(s, map, m, phase, t - first));
-    }
-    if (pass == Pass::kForward) continue;
-    const BlockRange range = macrobatch_range(s, map.num_blocks, m);
-    for (int32_t end = range.end; end > range.first;) {
-      const Group segment = segment_of_block(s, map, end - 1);
-      for (int32_t n = 0; n < s.grad_weight_tiles; ++n)
-        if (weight_tile_owner(s, segment.expert, n, workers) == worker)
-          tiles.push_back({Phase::kGradWeight, end - 1, n});
-      end = segment.first_block;
-    }
-  }
+  const int64_t end = num_block_tiles(s, plan.num_blocks());
+  for (int64_t t = first_owned(0, worker, workers); t < end; t += workers)
+    tiles.push_back(tile_at(s, plan.map(), Pass::kForward, t));
   return tiles;
 }
 
 class TileWorker : public Worker {
  public:
   TileWorker(World& world, int32_t rank, int32_t index, Pipe& pipe, const char* role)
-      : Worker(world, rank, role + std::to_string(index)), index_(index), pipe_(pipe) {}
+      : Worker(world, rank, role + std::to_string(index), Pass::kForward),
+        index_(index),
+        pipe_(pipe) {}
 
  protected:
   const int32_t index_;
@@ -274,21 +333,12 @@ class TileWorker : public Worker {
   uint32_t stages_done_ = 0;  // over all launches
 
   void begin() override {
-    tiles_ = tiles_of_worker(s, plan(), pass(), index_, w.setup.compute_workers);
+    tiles_ = tiles_of_worker(s, plan(), index_, w.setup.compute_workers);
     next_ = 0;
   }
   bool finished() const override { return next_ == tiles_.size(); }
   Pipe::Stage& stage() { return pipe_.stages[stages_done_ % pipe_.stages.size()]; }
-  // Blocks that a tile reads, in the order it adds them.
-  std::vector<int32_t> blocks_of(const Tile& t) const {
-    if (t.phase != Phase::kGradWeight) return {t.block};
-    const Group segment = segment_of_block(s, plan().map(), t.block);
-    std::vector<int32_t> blocks;
-    for (int32_t b = t.block; b >= segment.first_block; --b) blocks.push_back(b);
-    return blocks;
-  }
-  bool reads_tokens(const Tile& t) const { return t.phase != second_phase(pass()); }
-  bool reads_hidden(const Tile& t) const { return t.phase != first_phase(pass()); }
+  static bool reads_tokens(const Tile& t) { return t.phase == Phase::kGateUp; }
 };
 
 // Waits for a tile's inputs and copies them into a stage, in two steps.
@@ -306,13 +356,11 @@ class Loader : public TileWorker {
            reached(me.x_full[x_slot(block)], x_full_target(s, generation(block, s.ring_blocks)));
   }
   bool ready(const Tile& t) const {
-    if (t.phase == first_phase(pass()))
+    if (reads_tokens(t))
       return full(t.block) && full(gating_block(pass(), group_of_block(s, plan().map(), t.block)));
-    for (int32_t b : blocks_of(t))
-      if (!fault(Fault::kNoHiddenFull) &&
-          !reached(me.h_full[h_slot(b)], h_full_target(s, generation(b, w.setup.hidden_ring))))
-        return false;
-    return true;
+    return fault(Fault::kNoHiddenFull) ||
+           reached(me.h_full[h_slot(t.block)],
+                   h_full_target(s, generation(t.block, w.setup.hidden_ring)));
   }
 
   bool work() override {
@@ -321,19 +369,16 @@ class Loader : public TileWorker {
       if (stages_done_ - pipe_.consumed.load(std::memory_order_acquire) >= pipe_.stages.size())
         return false;
       if (!ready(t)) return false;
+      mark(t, &Track::begin_read);
       from_.clear();
-      for (int32_t b : blocks_of(t)) {
-        mark(t, b, &Track::begin_read);
-        for (int32_t row = 0; row < s.block_rows; ++row) {
-          if (reads_tokens(t)) {
-            from_.push_back(&me.ring_x[ring_row(s, b, row, s.ring_blocks)]);
-            if (!forward()) from_.push_back(&me.ring_dy[ring_row(s, b, row, s.ring_blocks)]);
-          }
-          if (reads_hidden(t))
-            for (int32_t n = 0; n < s.gate_up_tiles; ++n)
-              from_.push_back(
-                  &me.ring_h[ring_row(s, b, row, w.setup.hidden_ring) * s.gate_up_tiles + n]);
+      for (int32_t row = 0; row < s.block_rows; ++row) {
+        if (reads_tokens(t)) {
+          from_.push_back(&me.ring_x[ring_row(s, t.block, row, s.ring_blocks)]);
+          continue;
         }
+        for (int32_t n = 0; n < s.gate_up_tiles; ++n)
+          from_.push_back(
+              &me.ring_h[ring_row(s, t.block, row, w.setup.hidden_ring) * s.gate_up_tiles + n]);
       }
       stage().tile = t;
       stage().data.clear();
@@ -341,7 +386,7 @@ class Loader : public TileWorker {
       return half_ = true;
     }
     copy(from_.size() / 2, from_.size());
-    for (int32_t b : blocks_of(t)) mark(t, b, &Track::end_read);
+    mark(t, &Track::end_read);
     half_ = false;
     ++next_;
     ++stages_done_;
@@ -352,18 +397,15 @@ class Loader : public TileWorker {
   void copy(size_t first, size_t end) {
     for (size_t i = first; i < end; ++i) stage().data.push_back(*from_[i]);
   }
-  void mark(const Tile& t, int32_t block, void (Track::*what)(int64_t)) {
+  void mark(const Tile& t, void (Track::*what)(int64_t)) {
     if (!w.track) return;
-    if (reads_tokens(t)) {
-      (me.track_x[x_slot(block)].*what)(user(block));
-      if (!forward()) (me.track_dy[x_slot(block)].*what)(user(block));
-    }
-    if (reads_hidden(t)) (me.track_h[h_slot(block)].*what)(user(block));
+    Track& track = reads_tokens(t) ? me.track_x[x_slot(t.block)] : me.track_h[h_slot(t.block)];
+    (track.*what)(user(t.block));
   }
 };
 
-// Computes a loaded tile: stores hidden tiles, pushes result rows to their slots, or adds to a
-// weight tile; then signals what it has freed and what it has made.
+// Computes a loaded tile: stores hidden tiles or pushes result rows to their slots; then signals
+// what it has freed and what it has made.
 class Consumer : public TileWorker {
  public:
   Consumer(World& world, int32_t rank, int32_t index, Pipe& pipe)
@@ -372,16 +414,6 @@ class Consumer : public TileWorker {
  private:
   int32_t row_ = 0;
 
-  void begin() override {
-    TileWorker::begin();
-    if (forward()) return;
-    for (int32_t e = 0; e < s.num_local_experts; ++e)  // nothing else writes these
-      for (int32_t n = 0; n < s.grad_weight_tiles; ++n)
-        if (plan().expert_rows[e] == 0 &&
-            weight_tile_owner(s, e, n, w.setup.compute_workers) == index_)
-          me.weight[e * s.grad_weight_tiles + n] = 0;
-  }
-
   int32_t expert(const Tile& t) const {
     return rank_ * s.num_local_experts + plan().block_expert[t.block];
   }
@@ -389,21 +421,22 @@ class Consumer : public TileWorker {
   bool work() override {
     if (!reached(pipe_.loaded, stages_done_ + 1)) return false;
     const Tile t = tiles_[next_];
+    const int32_t h = h_slot(t.block);
     require(stage().tile == t, "loader and consumer disagree about a tile", t.block, t.n);
-    if (t.phase == Phase::kGradWeight) return add(t), advance();
-    if (row_ == 0 && t.phase == first_phase(pass()) && !may_store(t)) return false;
-    if (t.phase == first_phase(pass()))
+    if (t.phase == Phase::kGateUp) {
+      if (row_ == 0 && !may_store(t)) return false;
       store(t, row_);
-    else
+    } else {
       push(t, row_);
+    }
     if (++row_ < s.block_rows) return true;
     row_ = 0;
-    if (t.phase == first_phase(pass())) {
-      if (w.track) me.track_h[h_slot(t.block)].end_write(user(t.block));
-      signal(me.h_full[h_slot(t.block)]);
-      if (forward()) signal(me.x_empty[x_slot(t.block)]);
+    if (t.phase == Phase::kGateUp) {
+      if (w.track) me.track_h[h].end_write(user(t.block));
+      signal(me.h_full[h]);
+      signal(me.x_empty[x_slot(t.block)]);
     } else {
-      signal(me.h_empty[h_slot(t.block)]);
+      signal(me.h_empty[h]);
     }
     return advance();
   }
@@ -421,18 +454,13 @@ class Consumer : public TileWorker {
         !reached(me.h_empty[slot],
                  h_empty_target(s, pass(), generation(t.block, w.setup.hidden_ring))))
       return false;
-    if (w.track)
-      me.track_h[slot].begin_write(user(t.block), s.gate_up_tiles,
-                                   s.down_tiles + (forward() ? 0 : s.grad_weight_tiles));
+    if (w.track) me.track_h[slot].begin_write(user(t.block), s.gate_up_tiles, s.down_tiles);
     return true;
   }
 
   void store(const Tile& t, int32_t row) {
-    const std::vector<uint64_t>& data = stage().data;
-    const uint64_t x = forward() ? data[row] : data[2 * row];
-    const uint64_t dy = forward() ? 0 : data[2 * row + 1];
     me.ring_h[ring_row(s, t.block, row, w.setup.hidden_ring) * s.gate_up_tiles + t.n] =
-        hidden_value(x, dy, expert(t), t.n);
+        gate_up_value(stage().data[row], expert(t), t.n);
   }
 
   void push(const Tile& t, int32_t row) {
@@ -443,88 +471,10 @@ class Consumer : public TileWorker {
     if (w.track)
       require(source.combined == static_cast<uint32_t>(launch_),
               "slot overwritten before the last launch's sum", to.rank, to.token);
-    require(source.slot_epoch[at] != epoch(), "slot written twice", to.token, to.slot);
-    source.slots[at] =
-        output_value(&stage().data[row * s.gate_up_tiles], s.gate_up_tiles, expert(t), t.n);
-    source.slot_epoch[at] = epoch();
-  }
-
-  void add(const Tile& t) {
-    const Group segment = segment_of_block(s, plan().map(), t.block);
-    uint64_t& sum = me.weight[segment.expert * s.grad_weight_tiles + t.n];
-    if (starts_weight_sum(plan().map(), segment)) sum = 0;
-    const int32_t per_row = 2 + s.gate_up_tiles;
-    const uint64_t* data = stage().data.data();
-    for (int32_t b : blocks_of(t)) {
-      uint64_t part = 0;
-      for (int32_t row = 0; row < s.block_rows; ++row, data += per_row)
-        part += weight_value(data[0], data[1], data + 2, s.gate_up_tiles, t.n);
-      sum = then(sum, part);
-      signal(me.x_empty[x_slot(b)]);
-      signal(me.h_empty[h_slot(b)]);
-    }
+    source.slots.write(
+        at, output_value(&stage().data[row * s.gate_up_tiles], s.gate_up_tiles, expert(t), t.n),
+        epoch(), "slot written twice");
   }
 };
-
-struct Crew {
-  std::vector<std::unique_ptr<Pipe>> pipes;
-  std::vector<std::unique_ptr<Actor>> actors;
-
-  explicit Crew(World& world) {
-    for (int32_t r = 0; r < world.setup.shape.num_ranks; ++r) {
-      actors.push_back(std::make_unique<Front>(world, r));
-      for (int32_t i = 0; i < world.setup.comm_workers; ++i)
-        actors.push_back(std::make_unique<Puller>(world, r, i));
-      for (int32_t i = 0; i < world.setup.compute_workers; ++i) {
-        pipes.push_back(std::make_unique<Pipe>(world.setup.look_ahead));
-        actors.push_back(std::make_unique<Loader>(world, r, i, *pipes.back()));
-        actors.push_back(std::make_unique<Consumer>(world, r, i, *pipes.back()));
-      }
-    }
-  }
-};
-
-// ---- one thread, random interleaving ----
-struct Outcome {
-  enum Kind { kDone, kDeadlock, kViolation } kind;
-  std::string text;
-};
-
-// Lets random actors step until all are done or none can. Some actors are much slower than others.
-inline Outcome simulate(World& world, Rng& rng) {
-  Crew crew(world);
-  std::vector<Actor*> tickets;
-  for (const auto& actor : crew.actors)
-    tickets.insert(tickets.end(), size_t{1} << (2 * pick(rng, 0, 2)), actor.get());
-  const auto all_done = [&] {
-    for (const auto& actor : crew.actors)
-      if (!actor->done()) return false;
-    return true;
-  };
-  size_t idle = 0;
-  try {
-    while (true) {
-      Actor* actor = tickets[rng() % tickets.size()];
-      if (!actor->done() && actor->step()) {
-        idle = 0;
-        continue;
-      }
-      if (++idle < 20) continue;
-      if (all_done()) return {Outcome::kDone, ""};
-      bool moved = false;  // steps have no effect when they return false: one sweep decides
-      for (const auto& other : crew.actors)
-        if (!other->done() && other->step()) moved = true;
-      if (!moved) {
-        std::string waiting;
-        for (const auto& other : crew.actors)
-          if (!other->done()) waiting += (waiting.empty() ? "" : ", ") + other->where();
-        return {Outcome::kDeadlock, "no progress; waiting: " + waiting};
-      }
-      idle = 0;
-    }
-  } catch (const Violation& e) {
-    return {Outcome::kViolation, e.what()};
-  }
-}
 
 }  // namespace test

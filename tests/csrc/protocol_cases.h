@@ -1,31 +1,42 @@
 // Random set-ups of the protocol that must run through.
 #pragma once
 
-#include "protocol_actors.h"
+#include "protocol_crew.h"
 
 namespace test {
 
-// A legal set-up with the smallest ring or a little more; `backward` as well if asked for.
-inline Setup random_setup(Rng& rng, bool backward, int32_t most_ranks, int32_t most_tokens,
-                          int32_t most_experts) {
+// How a worker's buffers cut its rows: as csrc/cuda/layout.cc does, units are powers of two.
+inline void random_unit(Rng& rng, Setup& setup) {
+  setup.row_parts = pick(rng, 1, 2);
+  setup.unit_rows = 2 / setup.row_parts;
+  if (pick(rng, 0, 1) == 1 && setup.unit_rows * 2 <= setup.shape.block_rows) setup.unit_rows *= 2;
+  setup.buffers = std::max(3, setup.unit_rows * setup.row_parts) + pick(rng, 0, 2);
+}
+
+// A legal set-up with the smallest ring or a little more.
+inline Setup random_setup(Rng& rng, int32_t most_ranks, int32_t most_tokens, int32_t most_experts) {
   Setup setup;
-  setup.shape = random_shape(rng, most_ranks, most_tokens, most_experts);
-  setup.comm_workers = pick(rng, 1, 3);
-  setup.unit_rows = pick(rng, 1, 4);
-  setup.units_in_flight = pick(rng, 1, 3);
-  setup.compute_workers = pick(rng, 1, 5);
-  setup.look_ahead = pick(rng, 1, 4);
-  setup.flush = pick(rng, 0, 1) == 1;
   Shape& s = setup.shape;
-  s.rows_in_flight = rows_in_flight(setup);
-  int64_t ring = min_ring_blocks(s);
-  if (backward) {
-    Shape checked = s;
-    if (setup.flush) checked.rows_in_flight = 0;
-    ring = max64(ring, min_ring_blocks_backward(checked));
-    setup.reuse_tokens = pick(rng, 0, 1) == 1;
+  s = random_shape(rng, most_ranks, most_tokens, most_experts);
+  s.block_rows = 2 << pick(rng, 0, 1);
+  s.rows_in_flight = 0;
+  setup.comm_workers = pick(rng, 0, 3);
+  random_unit(rng, setup);
+  setup.compute_workers = pick(rng, 1, 4);
+  setup.look_ahead = pick(rng, 1, 4);
+  setup.grad.panels = pick(rng, 1, 2);
+  if (pick(rng, 0, 2) == 0) {
+    setup.grad.shared_hidden_tiles = pick(rng, 1, 3);
+    setup.grad.shared_weights = pick(rng, 1, 4);
   }
-  s.ring_blocks = static_cast<int32_t>(ring) + pick(rng, 0, 2) * pick(rng, 0, 2);
+  setup.consumer_warps = pick(rng, 1, 2);
+  setup.weight_panels = pick(rng, 1, 4);
+  setup.weight_panels_together = pick(rng, 0, 1) == 0;
+  setup.save = pick(rng, 0, 1) == 1;
+  if (setup.save)
+    s.ring_blocks = s.macrobatch_blocks;
+  else
+    s.ring_blocks = s.group_blocks + pick(rng, 0, 2) * pick(rng, 0, 2);
   return setup;
 }
 

@@ -45,7 +45,7 @@ std::string run_threads(World& world) {
 TEST(threads_agree_with_the_reference) {
   Rng rng(11);
   for (int round = 0; round < 60; ++round) {
-    Setup setup = random_setup(rng, true, 3, 12, 4);
+    Setup setup = random_setup(rng, 3, 12, 4);
     setup.comm_workers = std::min(setup.comm_workers, 2);
     setup.compute_workers = std::min(setup.compute_workers, 2);
     Shape& s = setup.shape;
@@ -53,10 +53,10 @@ TEST(threads_agree_with_the_reference) {
     const auto skew = static_cast<Skew>(round % kNumSkews);
     const Routing first(s, random_ids(rng, s, skew)), second(s, random_ids(rng, s, skew));
     std::vector<Launch> launches;
-    launches.push_back(make_launch(s, Pass::kForward, first, 1));
-    launches.push_back(make_launch(s, Pass::kBackward, first, 1));
-    launches.push_back(make_launch(s, Pass::kForward, second, 2));
-    launches.push_back(make_launch(s, Pass::kBackward, second, 2));
+    launches.push_back(make_launch(setup, Pass::kForward, first, 1));
+    launches.push_back(make_launch(setup, Pass::kBackward, first, 1));
+    launches.push_back(make_launch(setup, Pass::kForward, second, 2));
+    launches.push_back(make_launch(setup, Pass::kBackward, second, 2));
     World world(setup, std::move(launches), false);
     const std::string wrong = run_threads(world);
     CHECK(wrong.empty(), "round ", round, ": ", wrong, "; ", describe(s));
