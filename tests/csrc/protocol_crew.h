@@ -2,7 +2,7 @@
 #pragma once
 
 #include "protocol_actors.h"
-#include "protocol_backward.h"
+#include "protocol_backward_roles.h"
 
 namespace test {
 
