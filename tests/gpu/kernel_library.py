@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import kernel_cases
@@ -439,6 +440,42 @@ class BackwardCall(_LayerCall):
         """One call into poisoned memory; returns copies of the gradients, fails on any fault."""
         self._run(**hooks)
         return {name: t.clone() for name, t in self.outputs.items()}
+
+
+def check_bad_id(call, fault):
+    """A call with one bad id (`fault`: high, negative or repeated), which is put right again: every
+    rank reports it alike, and all that the call writes is NaN."""
+    p, ids = call.problem, call.inputs["expert_ids"]
+    token, slot = p.ranks * p.tokens - 3, 2
+    good = ids[token].clone()
+    bad = {"high": p.experts, "negative": -2, "repeated": int(good[0])}[fault]
+    ids[token, slot] = bad
+    faults = _failing(call)
+    ids[token] = good
+    assert [f["rank"] for f in faults] == list(range(p.ranks))
+    for f in faults:
+        assert f["code"] == (4 if fault == "repeated" else 3)
+        place = (p.ranks - 1, p.tokens - 3, slot, bad)
+        assert (f["tile"], f["counter"], f["target"], f["value"]) == place
+
+
+def check_absent_rank(call, absent):
+    """A call to which a rank never comes: every rank leaves in time and says who was missing, and
+    all that the call writes is NaN."""
+    began = time.monotonic()
+    faults = _failing(call, absent_rank=absent)
+    assert time.monotonic() - began < 2
+    assert [f["rank"] for f in faults] == list(range(call.problem.ranks))
+    assert all(f["code"] == 1 and f["phase"] == 0 and f["counter"] == absent for f in faults)
+
+
+def _failing(call, **hooks):
+    """The faults of a call that fails."""
+    call.launch(**hooks)
+    call.kernels.synchronize()
+    for name, tensor in call.outputs.items():
+        assert tensor.isnan().all(), name
+    return call.faults()
 
 
 if __name__ == "__main__":

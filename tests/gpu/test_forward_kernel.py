@@ -158,24 +158,7 @@ def test_bad_ids(kernels, fault, ranks):
     inputs = make_inputs(torch, problem)
     call = kl.Call(kernels, problem, inputs)
     good = call.run()
-    token = problem.tokens * ranks - 3
-    saved = inputs["expert_ids"][token].clone()
-    bad = {"high": 16, "negative": -2, "repeated": int(saved[0])}[fault]
-    inputs["expert_ids"][token, 2] = bad
-    call.launch()
-    kernels.synchronize()
-    faults = call.faults()
-    assert [f["rank"] for f in faults] == list(range(ranks))
-    for f in faults:
-        assert f["code"] == (4 if fault == "repeated" else 3)
-        assert (f["tile"], f["counter"], f["target"], f["value"]) == (
-            ranks - 1,
-            problem.tokens - 3,
-            2,
-            bad,
-        )
-    assert call.y.isnan().all()
-    inputs["expert_ids"][token] = saved
+    kl.check_bad_id(call, fault)
     assert torch.equal(call.run(), good)
 
 
@@ -187,12 +170,7 @@ def test_absent_rank(kernels, absent):
     inputs = make_inputs(torch, problem)
     call = kl.Call(kernels, problem, inputs, kl.Settings(start_timeout=0.05, timeout=0.05))
     good = call.run()
-    call.launch(absent_rank=absent)
-    kernels.synchronize()
-    faults = call.faults()
-    assert [f["rank"] for f in faults] == [0, 1, 2, 3]
-    assert all(f["code"] == 1 and f["phase"] == 0 and f["counter"] == absent for f in faults)
-    assert call.y.isnan().all()
+    kl.check_absent_rank(call, absent)
     assert torch.equal(call.run(), good)
 
 
