@@ -388,5 +388,7 @@ def test_two_processes(flags):
         parts = [np.ascontiguousarray(np.split(g, 2)[rank]) for g in grads]
         digests = [hashlib.sha256(part.tobytes()).hexdigest() for part in parts]
         assert halves[rank]["gradients"] == digests, f"gradients of rank {rank}"
-    assert "rank 0 did not come" in halves[1]["error"], halves
+    # Rank 0 misses its own word too, and may run out of time first.
+    words = ("rank 0 did not come", "rank 0 gave the call up")
+    assert any(w in halves[1]["error"] for w in words), halves
     assert "rank 0" in halves[0]["error"], halves
