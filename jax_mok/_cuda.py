@@ -37,7 +37,6 @@ STREAM = "gpu_stream:collective"
 
 HOPPER = "9.0"
 COLUMN_UNIT = 64  # the kernels take hidden and intermediate sizes in multiples of it
-MULTIPROCESSORS = 132  # of a whole H100 or H200, where there is none to ask
 CALL_TIMEOUT_SECONDS = 60.0  # most that a wait takes once all ranks have come
 
 
@@ -148,17 +147,6 @@ def _can_access_peer(a: int, b: int) -> bool:
     return core.can_access_peer(a, b)
 
 
-@functools.cache
-def _multiprocessors() -> int:
-    """Of this machine's GPUs, the most; of a Hopper GPU where there is none."""
-    try:
-        devices = jax.local_devices(backend="gpu")
-    except RuntimeError:
-        return MULTIPROCESSORS
-    counts = [core.device_limits(d.local_hardware_id)["multiprocessors"] for d in devices]
-    return max(counts, default=MULTIPROCESSORS)
-
-
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """The static part of a call. Hashable."""
@@ -169,7 +157,6 @@ class Spec:
     activation: Activation
     config: Config
     testing: Testing
-    multiprocessors: int
 
     def forward_facts(self, ids: jax.Array, ops: Operands, *, save: bool) -> dict[str, Any]:
         """What `read_facts` in csrc/ffi/cuda_facts.h reads, of a call with these operands."""
@@ -245,7 +232,6 @@ def moe(
         activation=activation,
         config=config,
         testing=options,
-        multiprocessors=MULTIPROCESSORS if options.assume_hopper else _multiprocessors(),
     )
     return _differentiable(spec, ids, ops)
 
@@ -287,7 +273,7 @@ def _forward_call(spec: Spec, ids: jax.Array, ops: Operands, *, save: bool):
             types.append(result_like((rows, width) if save else (), like.dtype, like))
         return types
 
-    workspace = core.workspace_bytes(facts, spec.multiprocessors)
+    workspace = core.workspace_bytes(facts)
     y, *saved = _call(spec, FORWARD_CUDA, facts, workspace, results, _operands, ids, ops)
     return _cut(y, shape), tuple(saved)
 
@@ -312,7 +298,7 @@ def _backward_call(spec: Spec, dy: jax.Array, ids: jax.Array, ops: Operands, sav
     def operands(dy, ids, ops, saved):
         return (dy, *_operands(ids, ops), *(saved or (absent(dy.dtype), absent(dy.dtype))))
 
-    workspace = core.backward_workspace_bytes(facts, spec.multiprocessors)
+    workspace = core.backward_workspace_bytes(facts)
     results = functools.partial(apart.gradient_types, weight_grad_dtype)
     arguments = (dy, ids, ops, saved)
     grads = _call(spec, BACKWARD_CUDA, facts, workspace, results, operands, *arguments)

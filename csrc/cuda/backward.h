@@ -54,7 +54,7 @@ struct BackwardBuffers {
 // As check(), workspace_bytes() and heap_bytes(); a heap serves a forward and a backward if it has
 // the larger size of the two.
 std::string check_backward(const BackwardFacts& facts);
-size_t backward_workspace_bytes(const BackwardFacts& facts, int num_sms);
+size_t backward_workspace_bytes(const BackwardFacts& facts);
 size_t backward_heap_bytes(const BackwardFacts& facts);
 
 // Enqueues a stage of a call. A rank with a fault fills all its gradients with NaN.

@@ -18,8 +18,6 @@ constexpr int kLaunchRegisters = 168;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = 224;
 
-constexpr int kCommWarps = 12;  // of a dedicated CTA
-
 struct SharedWords {
   int32_t virtual_rank;  // for consumers, who have no register for it
   uint32_t cta_abort;
@@ -33,10 +31,6 @@ struct ComputeStorage {
   OutboxBarriers outbox_barriers;
   TileRing<GradTile> ring;
   CommBarriers comm_barriers;
-};
-struct CommStorage {
-  uint8_t buffers[kCommWarps][kCommBufferBytes];
-  CommBarriers barriers[kCommWarps];
 };
 struct Storage {
   union {

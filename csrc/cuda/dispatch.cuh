@@ -16,6 +16,13 @@ struct CommBarriers {
   uint64_t loaded[kMaxCommBuffers];
 };
 
+// Shared memory of a CTA that does nothing but pull.
+constexpr int kCommWarps = 12;
+struct CommStorage {
+  uint8_t buffers[kCommWarps][kCommBufferBytes];
+  CommBarriers barriers[kCommWarps];
+};
+
 // One thread. Worker `id` of `count` takes the units id, id + count, ... in the order of the pass
 // (backward: blocks from last to first), and moves them piece by piece (a piece is a row or a part
 // of one, and fills one buffer). A piece is stored as soon as it is loaded, and its buffer loaded

@@ -120,7 +120,7 @@ std::string check(const ForwardFacts& facts);
 // Bytes for all ranks of the launch. The heap is symmetric: heap_bytes() on every rank, at the same
 // offset of a window that the peers can read and write (with virtual ranks: num_ranks times that,
 // one after the other).
-size_t workspace_bytes(const ForwardFacts& facts, int num_sms);
+size_t workspace_bytes(const ForwardFacts& facts);
 size_t heap_bytes(const ForwardFacts& facts);
 
 // Rows of one rank's saved_x and saved_gate_up: a macrobatch.

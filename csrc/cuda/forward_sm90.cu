@@ -25,11 +25,6 @@ struct ComputeStorage {
   TileRing<Tile> ring;
   CommBarriers comm_barriers;
 };
-constexpr int kCommWarps = 12;  // of a dedicated CTA
-struct CommStorage {
-  uint8_t buffers[kCommWarps][kCommBufferBytes];
-  CommBarriers barriers[kCommWarps];
-};
 constexpr int kSwizzleAlignment = 1024;
 constexpr int kDynamicBytes =
     kSwizzleAlignment +

@@ -2,7 +2,6 @@
 #include "cuda/layout.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "plan/routing.h"
 
@@ -210,8 +209,8 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms, plan::Pass pass) {
   return g;
 }
 
-size_t workspace_bytes(const ForwardFacts& facts, int num_sms) {
-  return make_geometry(facts, num_sms).workspace.bytes;
+size_t workspace_bytes(const ForwardFacts& facts) {
+  return make_geometry(facts, 1).workspace.bytes;
 }
 
 size_t heap_bytes(const ForwardFacts& facts) { return make_geometry(facts, 1).heap.bytes; }
@@ -220,8 +219,8 @@ int64_t saved_rows(const ForwardFacts& facts) {
   return int64_t{make_geometry(facts, 1).shape.macrobatch_blocks} * kBlockRows;
 }
 
-size_t backward_workspace_bytes(const BackwardFacts& facts, int num_sms) {
-  return make_geometry(facts, num_sms, plan::Pass::kBackward).workspace.bytes;
+size_t backward_workspace_bytes(const BackwardFacts& facts) {
+  return make_geometry(facts, 1, plan::Pass::kBackward).workspace.bytes;
 }
 
 size_t backward_heap_bytes(const BackwardFacts& facts) {

@@ -100,27 +100,26 @@ void take_saved(Reader& reader, const cuda::ForwardFacts& f, Buffers* b) {
       reader.take_if(f.save, "saved_gate_up", {n.saved_rows, 2 * n.intermediate}, {kBf16});
 }
 
-void* take_workspace(Reader& out, size_t needed, int num_sms) {
+void* take_workspace(Reader& out, size_t needed) {
   const xffi::AnyBuffer given = out.peek();
   const int64_t bytes = static_cast<int64_t>(given.element_count());
   if (given.element_type() == xffi::DataType::U8 && given.element_count() < needed)
     fail("the workspace has " + std::to_string(bytes) + " bytes, expected at least " +
-         std::to_string(needed) + " on a GPU with " + std::to_string(num_sms) +
-         " multiprocessors: the program was compiled for another GPU");
+         std::to_string(needed) + ": the program was compiled with another version of jax_mok");
   return out.take("workspace", {bytes}, {xffi::DataType::U8});
 }
 
-void decode_all(const cuda::ForwardFacts& f, int num_sms, const xffi::RemainingArgs& operands,
+void decode_all(const cuda::ForwardFacts& f, const xffi::RemainingArgs& operands,
                 const xffi::RemainingRets& results, cuda::ForwardBuffers* b) {
   Reader in("operand", buffers_of(operands), 13);
   take_layer(in, f, b);
   Reader out("result", buffers_of(results), 4);
   b->y = out.take("y", {Sizes(f).tokens, f.hidden}, {kBf16});
   take_saved(out, f, b);
-  b->workspace = take_workspace(out, cuda::workspace_bytes(f, num_sms), num_sms);
+  b->workspace = take_workspace(out, cuda::workspace_bytes(f));
 }
 
-void decode_all(const cuda::BackwardFacts& f, int num_sms, const xffi::RemainingArgs& operands,
+void decode_all(const cuda::BackwardFacts& f, const xffi::RemainingArgs& operands,
                 const xffi::RemainingRets& results, cuda::BackwardBuffers* b) {
   const Sizes n(f);
   const int64_t e = n.experts, h = n.hidden, i = n.intermediate, s = n.shared;
@@ -148,7 +147,7 @@ void decode_all(const cuda::BackwardFacts& f, int num_sms, const xffi::Remaining
   b->ds_up = out.take_if(s > 0, "ds_up", shared(h, s), {kBf16});
   b->ds_down = out.take_if(s > 0, "ds_down", shared(s, h), {kBf16});
   b->ds_scale = static_cast<float*>(out.take_if(f.has_shared_gate, "ds_scale", {n.tokens}, {kF32}));
-  b->workspace = take_workspace(out, cuda::backward_workspace_bytes(f, num_sms), num_sms);
+  b->workspace = take_workspace(out, cuda::backward_workspace_bytes(f));
 }
 
 }  // namespace
@@ -163,10 +162,10 @@ xffi::ErrorOr<CudaCall<Pass>> decode_call(xffi::Dictionary attributes) {
 }
 
 template <typename Pass>
-xffi::Error decode_buffers(const CudaCall<Pass>& call, int num_sms, xffi::RemainingArgs operands,
+xffi::Error decode_buffers(const CudaCall<Pass>& call, xffi::RemainingArgs operands,
                            xffi::RemainingRets results, typename Pass::Buffers* buffers) {
   try {
-    decode_all(call.facts, num_sms, operands, results, buffers);
+    decode_all(call.facts, operands, results, buffers);
     return xffi::Error::Success();
   } catch (const Fault& fault) {
     return xffi::Error::InvalidArgument(fault.text);
@@ -175,10 +174,9 @@ xffi::Error decode_buffers(const CudaCall<Pass>& call, int num_sms, xffi::Remain
 
 template xffi::ErrorOr<CudaCall<ForwardPass>> decode_call<ForwardPass>(xffi::Dictionary);
 template xffi::ErrorOr<CudaCall<BackwardPass>> decode_call<BackwardPass>(xffi::Dictionary);
-template xffi::Error decode_buffers<ForwardPass>(const CudaCall<ForwardPass>&, int,
-                                                 xffi::RemainingArgs, xffi::RemainingRets,
-                                                 cuda::ForwardBuffers*);
-template xffi::Error decode_buffers<BackwardPass>(const CudaCall<BackwardPass>&, int,
+template xffi::Error decode_buffers<ForwardPass>(const CudaCall<ForwardPass>&, xffi::RemainingArgs,
+                                                 xffi::RemainingRets, cuda::ForwardBuffers*);
+template xffi::Error decode_buffers<BackwardPass>(const CudaCall<BackwardPass>&,
                                                   xffi::RemainingArgs, xffi::RemainingRets,
                                                   cuda::BackwardBuffers*);
 

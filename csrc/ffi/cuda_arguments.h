@@ -39,8 +39,7 @@ struct CudaCall {
 template <typename Pass>
 xla::ffi::ErrorOr<CudaCall<Pass>> decode_call(xla::ffi::Dictionary attributes);
 template <typename Pass>
-xla::ffi::Error decode_buffers(const CudaCall<Pass>& call, int num_sms,
-                               xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results,
-                               typename Pass::Buffers* buffers);
+xla::ffi::Error decode_buffers(const CudaCall<Pass>& call, xla::ffi::RemainingArgs operands,
+                               xla::ffi::RemainingRets results, typename Pass::Buffers* buffers);
 
 }  // namespace jax_mok::ffi

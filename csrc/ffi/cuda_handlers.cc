@@ -177,18 +177,15 @@ xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicat
   const cuda::PeerHeap* heap = nullptr;
   if (std::string problem = cuda::find_heap(*need, &heap); !problem.empty()) return failed(problem);
 
-  int num_sms = 0;
-  cudaError_t e = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, heap->device);
-  if (e != cudaSuccess) return failed(cudaGetErrorString(e));
   typename Pass::Buffers buffers;
-  if (xffi::Error error = decode_buffers(*call, num_sms, operands, results, &buffers);
-      error.failure())
+  if (xffi::Error error = decode_buffers(*call, operands, results, &buffers); error.failure())
     return error;
   for (int r = 0; r < call->facts.num_ranks; ++r) buffers.heaps[r] = heap->addresses[r];
   buffers.status = heap->status;
-  e = in_stages(*heap, call->facts.start_timeout_seconds, stream, [&](cuda::CallStage stage) {
+  const auto launch = [&](cuda::CallStage stage) {
     return Pass::launch(stage, call->facts, heap->rank, buffers, stream, call->hooks);
-  });
+  };
+  const cudaError_t e = in_stages(*heap, call->facts.start_timeout_seconds, stream, launch);
   if (e == cudaSuccess) {
     num_launches<Pass>.fetch_add(1, std::memory_order_relaxed);
     return xffi::Error::Success();

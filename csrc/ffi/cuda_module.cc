@@ -92,16 +92,6 @@ std::vector<nb::dict> devices() {
   return result;
 }
 
-// Of this one device, without touching the others.
-nb::dict device_limits(int device) {
-  nb::dict result;
-  result["compute_capability"] =
-      nb::make_tuple(attribute(cudaDevAttrComputeCapabilityMajor, device),
-                     attribute(cudaDevAttrComputeCapabilityMinor, device));
-  result["multiprocessors"] = attribute(cudaDevAttrMultiProcessorCount, device);
-  return result;
-}
-
 bool can_access_peer(int device, int peer) {
   int can = 0;
   require(cudaDeviceCanAccessPeer(&can, device, peer));
@@ -166,15 +156,12 @@ NB_MODULE(_cuda_core, m) {
       "check_backward", [](const nb::dict& f) { return cuda::check_backward(backward_facts(f)); },
       nb::arg("facts"), "Empty, or why a backward call with these facts cannot run");
   m.def(
-      "workspace_bytes",
-      [](const nb::dict& f, int num_sms) { return cuda::workspace_bytes(facts(f), num_sms); },
-      nb::arg("facts"), nb::arg("num_sms"));
+      "workspace_bytes", [](const nb::dict& f) { return cuda::workspace_bytes(facts(f)); },
+      nb::arg("facts"));
   m.def(
       "backward_workspace_bytes",
-      [](const nb::dict& f, int num_sms) {
-        return cuda::backward_workspace_bytes(backward_facts(f), num_sms);
-      },
-      nb::arg("facts"), nb::arg("num_sms"));
+      [](const nb::dict& f) { return cuda::backward_workspace_bytes(backward_facts(f)); },
+      nb::arg("facts"));
   m.def(
       "heap_bytes", [](const nb::dict& f) { return ffi::layer_heap_bytes(facts(f)); },
       nb::arg("facts"), "Of one rank's peer heap, for both passes");
@@ -184,7 +171,6 @@ NB_MODULE(_cuda_core, m) {
   m.def("forward_calls", &ffi::cuda_forward_calls, "Launches so far, one for each device");
   m.def("backward_calls", &ffi::cuda_backward_calls);
   m.def("devices", &devices, "All GPUs that CUDA sees; RuntimeError without a driver");
-  m.def("device_limits", &device_limits, nb::arg("device"));
   m.def("can_access_peer", &can_access_peer, nb::arg("device"), nb::arg("peer"));
   m.def("versions", &versions);
   m.def("heaps", &heaps, "Peer memory of this process");

@@ -25,9 +25,7 @@ void copy_message(const std::string& text, char* message, size_t capacity) {
 EXPORT void mok_check(const ForwardFacts* facts, char* message, size_t capacity) {
   copy_message(check(*facts), message, capacity);
 }
-EXPORT size_t mok_workspace_bytes(const ForwardFacts* facts, int num_sms) {
-  return workspace_bytes(*facts, num_sms);
-}
+EXPORT size_t mok_workspace_bytes(const ForwardFacts* facts) { return workspace_bytes(*facts); }
 EXPORT size_t mok_heap_bytes(const ForwardFacts* facts) { return heap_bytes(*facts); }
 EXPORT int64_t mok_saved_rows(const ForwardFacts* facts) { return saved_rows(*facts); }
 EXPORT int mok_launch(const ForwardFacts* facts, int rank, const ForwardBuffers* buffers,
@@ -42,8 +40,8 @@ EXPORT int mok_launch(const ForwardFacts* facts, int rank, const ForwardBuffers*
 EXPORT void mok_check_backward(const BackwardFacts* facts, char* message, size_t capacity) {
   copy_message(check_backward(*facts), message, capacity);
 }
-EXPORT size_t mok_backward_workspace_bytes(const BackwardFacts* facts, int num_sms) {
-  return backward_workspace_bytes(*facts, num_sms);
+EXPORT size_t mok_backward_workspace_bytes(const BackwardFacts* facts) {
+  return backward_workspace_bytes(*facts);
 }
 EXPORT size_t mok_backward_heap_bytes(const BackwardFacts* facts) {
   return backward_heap_bytes(*facts);
@@ -80,11 +78,10 @@ EXPORT size_t mok_sizeof(const char* name) {
 // Rows, blocks and experts of all virtual ranks' plans that differ from csrc/plan's. `workspace` is
 // a copy, on the host, of the workspace after a call; ids are those of all ranks, on the host.
 // *shared_rows = rows that were to be copied from an earlier row of the same token.
-EXPORT long mok_plan_mismatches(const ForwardFacts* facts, int num_sms,
-                                const ForwardBuffers* buffers, const char* workspace,
-                                const int32_t* ids, long* shared_rows) {
+EXPORT long mok_plan_mismatches(const ForwardFacts* facts, const ForwardBuffers* buffers,
+                                const char* workspace, const int32_t* ids, long* shared_rows) {
   namespace plan = jax_mok::plan;
-  const Geometry g = make_geometry(*facts, num_sms);
+  const Geometry g = make_geometry(*facts, 1);
   const WorkspaceLayout& w = g.workspace;
   const int64_t row_bytes = int64_t{g.hidden} * 2;
   std::vector<const int32_t*> ids_of_rank;

@@ -208,7 +208,6 @@ class Kernels:
         torch.cuda.init()
         torch.zeros(1, device="cuda")
         self.succeed(self.lib.mok_prepare())
-        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
     def succeed(self, code):
         if code != 0:
@@ -376,7 +375,7 @@ class Call(_LayerCall):
             own = Storage(kernels)
             self.outputs["saved_x"] = own.take("saved_x", (rows, p.hidden), bf16)
             self.outputs["saved_gate_up"] = own.take("gate_up", (rows, 2 * p.intermediate), bf16)
-        size = lib.mok_workspace_bytes(ctypes.byref(self.facts), kernels.sms)
+        size = lib.mok_workspace_bytes(ctypes.byref(self.facts))
         self._prepare(lib.mok_launch, _Buffers(), size, self.outputs)
 
     def run(self, **hooks):
@@ -391,7 +390,6 @@ class Call(_LayerCall):
         shared_rows = ctypes.c_long()
         wrong = self.kernels.lib.mok_plan_mismatches(
             ctypes.byref(self.facts),
-            self.kernels.sms,
             ctypes.byref(self.buffers),
             ctypes.c_void_p(workspace.data_ptr()),
             ctypes.c_void_p(ids.data_ptr()),
@@ -433,7 +431,7 @@ class BackwardCall(_LayerCall):
                 shape = (p.ranks, *shape)
             gradient = kernel_cases.gradient_name(name)
             self.outputs[gradient] = self.storage.take(gradient, shape, dtype)
-        size = lib.mok_backward_workspace_bytes(ctypes.byref(self.facts), kernels.sms)
+        size = lib.mok_backward_workspace_bytes(ctypes.byref(self.facts))
         self._prepare(lib.mok_launch_backward, _BackwardBuffers(), size, self.outputs | residuals)
 
     def run(self, **hooks):
