@@ -27,9 +27,8 @@ SYMBOLIC_TOKENS = 1024
 _INT32 = np.iinfo(np.int32)
 
 
-@jax.named_scope(
-    "jax_mok.moe"
-)  # for whoever reads a trace; `python -m jax_mok profile` looks for it
+# The scope is for whoever reads a trace: `python -m jax_mok profile` looks for it.
+@jax.named_scope("jax_mok.moe")
 def moe(
     x: jax.Array,
     expert_ids: jax.Array,

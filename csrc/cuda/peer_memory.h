@@ -80,7 +80,7 @@ std::string find_heap(const HeapNeed& need, const PeerHeap** heap);
 // Every heap of this process.
 std::vector<PeerHeap> all_heaps();
 
-// Calls that have begun on a heap, replays of command buffers included; waits for nothing.
+// Calls that have begun on a heap; waits for nothing.
 uint32_t num_calls(const PeerHeap& heap);
 
 // The faults reported since this was last asked; clears them. Meant for after a synchronisation:
