@@ -20,8 +20,8 @@ STEPS, MIDDLE = 30, 15
 
 # Of the losses of a step, relative. Both compute in bfloat16 with sums in float32, but round what
 # lies between at different places, and each is as far from float32 as from the other. On a CPU, at
-# this learning rate, that came to 2.3e-3 at most (five seeds); without the gradient of w_gate, or of
-# w_down, it was 4e-2 or 6e-2. At 0.01 this model is unstable, and rounding alone makes 6e-2.
+# this learning rate, that came to 2.3e-3 at most (five seeds); with a gradient missing, that of
+# w_gate or w_down, to 4e-2 or 6e-2. At 0.01 the model is unstable, and rounding alone makes 6e-2.
 LEARNING_RATE, TOLERANCE = 1e-3, 6e-3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
