@@ -317,6 +317,7 @@ class TestKinds:
             ("gemm_fusion_dot_3", "gemm_fusion_dot.3", "Experts_0/dot", classify.EXPERTS, None),
             ("gemm_fusion_dot_3", "gemm_fusion_dot.3", "moe/router/dot", classify.GEMM, None),
             ("mosaic_gpu_kernel", "custom-call.9", "x/ragged_dot", classify.EXPERTS, None),
+            ("ragged_contracting_dim_dot_sm90_mosaic_gpu_kernel", "", "", classify.EXPERTS, None),
             ("pallas_gmm_kernel", "custom-call.9", "x/pallas_call", classify.EXPERTS, None),
             ("void cutlass::Kernel<GroupProblemShape<x>>", "", "", classify.EXPERTS, None),
             ("cudnn_generated_fort_native_sdpa_sm90_flash", "", "", classify.GEMM, None),
@@ -499,8 +500,8 @@ def test_library_kernels_are_found_by_their_place():
     target = "__cublas$lt$matmul"
     of = lambda name, scope, target="": hlo.Instruction(name, "x", target, scope, ())
 
-    def program(*scopes):
-        calls = [of(f"call.{i}", s, target) for i, s in enumerate(scopes, start=1)]
+    def program(*scopes, targets=(target,) * 3):
+        calls = [of(f"call.{i}", *pair) for i, pair in enumerate(zip(scopes, targets), start=1)]
         a, b = of("a.1", "a"), of("b.1", "b")
         body = [a, calls[0], b, *calls[1:]]
         return hlo.Program({i.name: i for i in body}, [[i.name for i in body]])
@@ -519,6 +520,11 @@ def test_library_kernels_are_found_by_their_place():
     assert found(other_scopes, *split) == ["b.1", None, None, None, "a.1"]
     same_scope = program("moe/dot", "moe/dot", "moe/dot")
     assert found(same_scope, *split) == ["b.1", "call.2", "call.2", "call.2", "a.1"]
+    # Kernels of Mosaic and those of libraries do not stand for each other.
+    mixed = program("moe/dot", "moe/dot", "moe/dot", targets=(target, "mosaic_gpu_v2", target))
+    mosaic = "ragged_dot_mosaic_gpu_kernel"
+    assert found(mixed, "b_1", mosaic, "lib", "lib", "a_1")[1:-1] == ["call.2", "call.3", "call.3"]
+    assert found(same_scope, "b_1", mosaic, "lib", "lib", "a_1")[1:-1] == [None, "call.2", "call.3"]
     # Copies in between are no calls; a kernel after the last known one stays unknown.
     copies = ["a_1", "memcpy128", "lib", "Memset 0", "b_1", "lib"]
     assert found(other_scopes, *copies) == ["a.1", None, "call.1", None, "b.1", None]
