@@ -455,10 +455,12 @@ TRACES = pathlib.Path(__file__).parent / "traces"
 
 
 def unpacked(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """A real trace of one H200 (jax 0.11.2, CUDA 13.0), cut down to one step and to what is read.
+    """A real trace of one H200 (jax 0.11.2, CUDA 13.0), cut down to one step or two and to what is
+    read.
 
-    Three layers in a scan, attention and MoE (4096 tokens, H 1024, I 512, 16 experts, top-4), the
-    MoE in the scopes moe and moe/router, everything in CUDA graphs that were made before the trace.
+    h200_train_step, h200_fused_forward: three layers in a scan, attention and MoE (4096 tokens,
+    H 1024, I 512, 16 experts, top-4), the MoE in the scopes moe and moe/router, everything in CUDA
+    graphs that were made before the trace.
     """
     path = folder / f"{name}.xplane.pb"
     path.write_bytes(gzip.decompress((TRACES / f"{path.name}.gz").read_bytes()))
@@ -493,6 +495,31 @@ def test_real_trace_of_the_fused_forward(tmp_path):
     assert sum(r.calls for r in fused) == close(3 * 5)
     assert d.busy[classify.JAX_MOK] == close(sum(r.ms for r in fused)) and d.step < 1.7
     assert d.busy[classify.EXPERTS] == d.at_most.total == 0
+
+
+def test_real_trace_of_a_step_with_tokamax(tmp_path):
+    """`bench --step --layers 1`: attention and MoE, rematerialised, AdamW; 16384 tokens, H 2048,
+    I 768, 128 experts, top-8. The experts' kernels are Mosaic's and carry only their names."""
+    (d,) = times(unpacked("h200_step_tokamax", tmp_path))
+    assert d.steps.source == "executions of jit_step, found from its kernels"
+    # Three products forward, three again for the backward, six in it.
+    experts = [r for r in d.rows if r.label.kind == classify.EXPERTS]
+    assert sum(r.calls for r in experts) == close(12)
+    assert d.busy[classify.EXPERTS] == close(sum(r.ms for r in experts))
+    assert 15 < d.busy[classify.EXPERTS] < 15.3
+    assert 0 < d.busy[classify.GEMM] < 8.1 and d.unknown < 4.4
+    assert d.by_scope == d.at_most and 1.9 < d.by_scope.rearranging < 2.1
+
+
+def test_real_trace_of_a_step_with_the_fused_layer(tmp_path):
+    """The same step; nothing of the layer is recomputed before its backward."""
+    (d,) = times(unpacked("h200_step_fused", tmp_path))
+    calls = {r.label.scope: r.calls for r in d.rows if r.label.kind == classify.JAX_MOK}
+    # Four kernels of the plan and the one that computes, in each pass.
+    backward = "transpose(jvp(jvp()))/checkpoint/jit(_block)/moe"
+    assert calls == {"jvp(jit(_block))/moe": close(5), backward: close(5)}
+    assert 8 < d.busy[classify.JAX_MOK] < 8.5 and d.busy[classify.EXPERTS] == 0
+    assert d.at_most.total == d.unknown == 0
 
 
 def test_library_kernels_are_found_by_their_place():
