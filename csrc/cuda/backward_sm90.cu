@@ -119,6 +119,9 @@ class GradConsumer {
     }
     return rows;
   }
+  MOK_DEVICE void store_panel(const GradTile& t, int column, uint32_t staging) const {
+    store_hidden_panel(p_, t.shared, t.hidden_row + warp_row(), column, staging);
+  }
   // Partial <h, dh> of the thread's two rows over the 128 columns from `column`.
   MOK_DEVICE void store_dots(const GradTile& t, int column, float (&dot)[2]) const {
     const Geometry& g = p_.geometry;
@@ -162,6 +165,7 @@ class GradConsumer {
     const int64_t bias = int64_t{t.expert} * p_.geometry.intermediate + column;
     const __nv_bfloat16* b_gate = static_cast<const __nv_bfloat16*>(p_.b_gate) + bias;
     const __nv_bfloat16* b_up = static_cast<const __nv_bfloat16*>(p_.b_up) + bias;
+    const uint32_t staging = outbox_.staging(warp_row());
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
       if (column + panel * 64 >= end) break;
@@ -191,7 +195,7 @@ class GradConsumer {
               round_to_bf16(u[i], u[i + 1]);
             }
           },
-          outbox_, warp_row());
+          staging, [&](uint32_t from) { store_panel(t, column + panel * 64, from); });
     }
   }
 
@@ -213,6 +217,7 @@ class GradConsumer {
     };
     load(0);
     products_.template multiply<Major::kK, Major::kK>(d, p_.geometry.hidden / kTileK);
+    const uint32_t staging = outbox_.staging(warp_row());
     float dot[2];
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
@@ -235,12 +240,14 @@ class GradConsumer {
             }
             if (j == 7 && more) load(panel + 1);
           },
-          outbox_, warp_row());
+          staging, [&](uint32_t from) { store_panel(t, column, from); });
       if (panel % 2 == 1 || column + 64 >= intermediate) store_dots(t, column, dot);
     }
   }
 
   MOK_DEVICE void weight(float (&d)[128], const GradTile& t) {
+    // Slots cross the other warps' own pieces, which may still hold hidden gradients.
+    if (uniform(t.settle)) consumer_barrier();
     const bool empty = t.num_stages == 0;
     if (t.open_in >= 0) {
       take_open_sum(d, open_sum(p_, v(), t.open_in, t.weight_tile));
@@ -357,11 +364,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   } else if (!computes) {
     const int comm_ctas = g.comm_ctas_per_rank;
     const Watch watch = make_watch(p, v, cta_abort);
-    if (elect_one())
-      Dispatcher<plan::Pass::kBackward>(p, watch, v, warp * comm_ctas + cta - num_compute,
-                                        comm_ctas * kCommWarps, storage.comm.buffers[warp],
-                                        &storage.comm.barriers[warp])
-          .run();
+    Dispatcher<plan::Pass::kBackward>(p, watch, v, warp * comm_ctas + cta - num_compute,
+                                      comm_ctas * kCommWarps, storage.comm.buffers[warp],
+                                      &storage.comm.barriers[warp])
+        .run();
     __syncwarp();
   } else {
     ComputeStorage& compute = storage.compute;
@@ -370,15 +376,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       const Watch watch = make_watch(p, v, cta_abort);
       if (warp == 2) {
         Storer(p, watch, v, compute.outbox, compute.outbox_barriers, compute.ring).run();
-      } else if (elect_one()) {
-        if (warp == 0) {
-          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.ring, cta_abort).run();
-        } else if (warp == 1) {
-          GradScheduler(p, watch, v, cta, num_compute, compute.ring).run();
-        } else if (g.comm_ctas_per_rank == 0) {
+      } else if (warp == 3) {
+        if (g.comm_ctas_per_rank == 0)
           Dispatcher<plan::Pass::kBackward>(p, watch, v, cta, num_compute, compute.comm,
                                             &compute.comm_barriers)
               .run();
+      } else if (elect_one()) {
+        if (warp == 0) {
+          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.ring, cta_abort).run();
+        } else {
+          GradScheduler(p, watch, v, cta, num_compute, compute.ring).run();
         }
       }
       __syncwarp();
