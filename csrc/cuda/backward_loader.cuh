@@ -16,18 +16,20 @@ class GradLoader {
  public:
   __device__ GradLoader(const BackwardParams& p, int v, BackwardStages& stages,
                         StageBarriers<kBackwardStages>& barriers, TileRing<GradTile>& ring,
-                        AbortWord cta_abort)
+                        volatile int32_t* progress, AbortWord cta_abort)
       : p_(p),
         num_blocks_(p.block_map(v).num_blocks),
         stages_(stages),
         barriers_(barriers),
         ring_(ring),
+        progress_(progress),
         cta_abort_(cta_abort) {}
 
   __device__ void run() {
     for (;; at_.advance()) {
       if (!wait_barrier(&ring_.known[at_.slot()], at_.parity(), cta_abort_)) return;
       const GradTile tile = ring_.tiles[at_.slot()];
+      *progress_ = tile.progress;
       if (tile.work == GradWork::kEnd) return;
       ready_ = false;
       if (!load(tile)) return;
@@ -174,6 +176,7 @@ class GradLoader {
   BackwardStages& stages_;
   StageBarriers<kBackwardStages>& barriers_;
   TileRing<GradTile>& ring_;
+  volatile int32_t* const progress_;  // of the CTA, for its dispatcher
   const AbortWord cta_abort_;
   RingCursor at_;
   StageCursor<kBackwardStages> to_;

@@ -22,6 +22,7 @@ struct SharedWords {
   int32_t virtual_rank;  // for consumers, who have no register for it
   uint32_t cta_abort;
   uint32_t verdict;
+  int32_t progress;  // block whose hidden gradients the CTA works on
 };
 struct ComputeStorage {
   BackwardStages stages;
@@ -346,6 +347,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (threadIdx.x == 0) {
     if (shared_address(dynamic) % 1024 != 0) __trap();  // the swizzle would be another one
     words.virtual_rank = v;
+    words.progress = p.block_map(v).num_blocks;
     words.cta_abort = p.control(v)->abort;  // set by the plan: nothing is run then
     if (computes) {
       storage.compute.stage_barriers.init();
@@ -379,11 +381,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       } else if (warp == 3) {
         if (g.comm_ctas_per_rank == 0)
           Dispatcher<plan::Pass::kBackward>(p, watch, v, cta, num_compute, compute.comm,
-                                            &compute.comm_barriers)
+                                            &compute.comm_barriers, &words.progress)
               .run();
       } else if (elect_one()) {
         if (warp == 0) {
-          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.ring, cta_abort).run();
+          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.ring, &words.progress,
+                     cta_abort)
+              .run();
         } else {
           GradScheduler(p, watch, v, cta, num_compute, compute.ring).run();
         }

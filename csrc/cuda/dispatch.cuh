@@ -38,7 +38,8 @@ class Dispatcher {
   using Route = std::conditional_t<kPass == plan::Pass::kForward, RowRoute, GradRoute>;
 
   __device__ Dispatcher(const Params& p, const Watch& watch, int v, int id, int count,
-                        uint8_t* buffers, CommBarriers* barriers)
+                        uint8_t* buffers, CommBarriers* barriers,
+                        const volatile int32_t* progress = nullptr)
       : p_(p),
         watch_(watch),
         unit_(p.geometry.unit),
@@ -48,6 +49,7 @@ class Dispatcher {
         num_units_(num_blocks_ * (kBlockRows / unit_.rows)),
         row_bytes_(p.geometry.hidden * 2),
         routes_(p.template array<Route>(p.geometry.workspace.routes, v)),
+        progress_(progress),
         id_(id),
         row_(lane_ / unit_.parts),
         active_(row_ < unit_.rows),
@@ -124,10 +126,34 @@ class Dispatcher {
                                      plan::x_empty_target(shape, kPass, generation), slot, unit);
     } else {
       // The rings hold a macrobatch, and all of the one before is needed until its end.
+      if (!keep_near(block, unit)) return false;
       const int before = plan::macrobatch_of(shape, block) + 1;
       return before >= plan::num_macrobatches(shape, num_blocks_) ||
              wait(p_.macrobatch_done(v_) + before, compute_ctas(p_.geometry), before, unit);
     }
+  }
+
+  // The backward's rings hold a macrobatch. Rows that come long before they are needed would be
+  // evicted from L2 in the meantime, and push out what is needed now: so a worker keeps a few
+  // rounds of tiles ahead of what its CTA works on. The round that is farthest behind waits for
+  // rows that nobody holds back, if the lead is more than a group.
+  __device__ bool keep_near(int block, int unit) {
+    const plan::Shape& shape = p_.geometry.shape;
+    const int lead = count_ * 3 / (2 * shape.gate_up_tiles) + 2 * shape.group_blocks;
+    const auto near = [&] { return all(*progress_ <= block + lead); };
+    if (progress_ == nullptr || near()) return true;
+    signal_stored();
+    const uint64_t start = global_timer_ns();
+    while (!near()) {
+      if (!all(!watch_.cta_abort.raised() && !aborted(watch_))) return false;
+      if (!all(global_timer_ns() - start <= watch_.timeout_ns)) {
+        report(watch_, {FaultCode::kTimeout, FaultPhase::kDispatch, unit * unit_.rows, -1,
+                        *progress_, block + lead});
+        return false;
+      }
+      __nanosleep(200);
+    }
+    return true;
   }
 
   // Until the lane's row is there, if it is a token that this rank pulls for another expert, too.
@@ -174,6 +200,7 @@ class Dispatcher {
   const DispatchUnit unit_;
   const int v_, count_, num_blocks_, num_units_, row_bytes_;
   const Route* const routes_;
+  const volatile int32_t* const progress_;  // block that the CTA works on, or null
   const int id_, lane_ = threadIdx.x % 32;
   // The lane's piece of every unit: row, first byte in the row, bytes; and its buffer.
   const int row_;
