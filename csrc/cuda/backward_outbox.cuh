@@ -2,7 +2,7 @@
 // the next tile, a storer warp hands them to the copy engine and tells the other CTAs.
 #pragma once
 
-#include "cuda/backward_tiles.cuh"
+#include "cuda/backward_loader.cuh"
 
 namespace jax_mok::cuda {
 
@@ -14,10 +14,14 @@ constexpr int kInputLineBytes = kTileColumns * 2 + 16;
 constexpr int kOutboxBytes = kBlockRows * kInputLineBytes;
 static_assert(kOutboxBytes >= kOutboxSlots * kOutboxSlotBytes, "slots overlap");
 
-// A warp that stores hidden gradients itself turns them into rows where its rows of dx would lie:
-// h, d_gate and d_up, 16 rows x 64 columns each.
+// Recomputed hidden gradients need more stages than other tiles, and reach into the outbox. Behind
+// them every warp has a piece of its own where it turns hidden gradients into rows: h, d_gate and
+// d_up, 16 rows x 64 columns each.
 constexpr int kHiddenStagingBytes = 16 * 128;
-static_assert(3 * kHiddenStagingBytes <= 16 * kInputLineBytes, "a warp's pieces reach the next's");
+constexpr int kHiddenStagingStart = sizeof(AlternatingStages) - sizeof(BackwardStages);
+static_assert(kHiddenStagingStart % 128 == 0, "swizzled");
+static_assert(kHiddenStagingStart + kConsumerWarps * 3 * kHiddenStagingBytes <= kOutboxBytes,
+              "more stages than the outbox has room for");
 
 struct OutboxBarriers {
   uint64_t full[kOutboxSlots];   // 1 arrival per consumer warp
@@ -63,9 +67,10 @@ class Outbox {
     return bytes_;
   }
   MOK_DEVICE void close_all() { close(kOutboxSlots); }
-  // The warp's own piece of it, taken by nobody: the next tile's results may lie there. `warp_row`:
-  // the first of the warp's 16 rows.
-  MOK_DEVICE uint32_t staging(int warp_row) { return open_all() + warp_row * kInputLineBytes; }
+  // A warp's own piece for hidden gradients. Nobody takes it from there.
+  MOK_DEVICE uint32_t staging(int warp) {
+    return open_all() + kHiddenStagingStart + warp * 3 * kHiddenStagingBytes;
+  }
 
  private:
   const uint32_t bytes_;  // address in shared memory

@@ -29,10 +29,15 @@ struct ComputeStorage {
   uint8_t outbox[kOutboxBytes];
   uint8_t comm[kCommBufferBytes];
   StageBarriers<kBackwardStages> stage_barriers;
+  AlternatingBarriers pair_barriers;
   OutboxBarriers outbox_barriers;
   TileRing<GradTile> ring;
   CommBarriers comm_barriers;
+
+  // Instead of `stages`; reaches into the outbox.
+  __device__ AlternatingStages& pairs() { return *reinterpret_cast<AlternatingStages*>(&stages); }
 };
+static_assert(offsetof(ComputeStorage, outbox) == sizeof(BackwardStages), "next to each other");
 struct Storage {
   union {
     ComputeStorage compute;
@@ -60,7 +65,8 @@ class GradConsumer {
         cta_abort_(cta_abort),
         ring_(storage.ring),
         outbox_(storage.outbox, storage.outbox_barriers, cta_abort),
-        products_(storage.stages, storage.stage_barriers, warp / 4 - 1, cta_abort) {}
+        products_(storage.stages, storage.stage_barriers, warp / 4 - 1, cta_abort),
+        pairs_(storage.pairs(), storage.pair_barriers, warp / 4 - 1, cta_abort) {}
 
   MOK_DEVICE void run() {
     float d[128];
@@ -154,7 +160,7 @@ class GradConsumer {
 #pragma unroll 1
     for (int column = first; column < end; column += kPartColumns) {
       float e[64];
-      products_.multiply_alternating(d, e, p_.geometry.hidden / kTileK);
+      pairs_.multiply(d, e, p_.geometry.hidden / kTileK);
       float dot[2] = {0.0f, 0.0f};
       hidden_epilogue(d, e, t, rows, column, end, dot);
       store_dots(t, column, dot);
@@ -166,7 +172,7 @@ class GradConsumer {
     const int64_t bias = int64_t{t.expert} * p_.geometry.intermediate + column;
     const __nv_bfloat16* b_gate = static_cast<const __nv_bfloat16*>(p_.b_gate) + bias;
     const __nv_bfloat16* b_up = static_cast<const __nv_bfloat16*>(p_.b_up) + bias;
-    const uint32_t staging = outbox_.staging(warp_row());
+    const uint32_t staging = outbox_.staging(warp_row() / 16);
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
       if (column + panel * 64 >= end) break;
@@ -218,7 +224,7 @@ class GradConsumer {
     };
     load(0);
     products_.template multiply<Major::kK, Major::kK>(d, p_.geometry.hidden / kTileK);
-    const uint32_t staging = outbox_.staging(warp_row());
+    const uint32_t staging = outbox_.staging(warp_row() / 16);
     float dot[2];
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
@@ -247,8 +253,6 @@ class GradConsumer {
   }
 
   MOK_DEVICE void weight(float (&d)[128], const GradTile& t) {
-    // Slots cross the other warps' own pieces, which may still hold hidden gradients.
-    if (uniform(t.settle)) consumer_barrier();
     const bool empty = t.num_stages == 0;
     if (t.open_in >= 0) {
       take_open_sum(d, open_sum(p_, v(), t.open_in, t.weight_tile));
@@ -277,6 +281,7 @@ class GradConsumer {
   TileRing<GradTile>& ring_;
   Outbox outbox_;
   Consumer<kBackwardStages> products_;
+  AlternatingConsumer pairs_;
 };
 
 // Sums of the partial <h, dh>, in the order of the columns.
@@ -351,6 +356,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     words.cta_abort = p.control(v)->abort;  // set by the plan: nothing is run then
     if (computes) {
       storage.compute.stage_barriers.init();
+      storage.compute.pair_barriers.init();
       storage.compute.outbox_barriers.init(kConsumerWarps);
       storage.compute.ring.init(kConsumerWarps + 1);  // and the loader
       mbarrier_init_fence();
@@ -385,8 +391,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
               .run();
       } else if (elect_one()) {
         if (warp == 0) {
-          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.ring, &words.progress,
-                     cta_abort)
+          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.pairs(),
+                     compute.pair_barriers, compute.ring, &words.progress, cta_abort)
               .run();
         } else {
           GradScheduler(p, watch, v, cta, num_compute, compute.ring).run();

@@ -34,7 +34,6 @@ struct alignas(16) GradTile {
   int32_t skip;         // weights: 1: the last block's second half is padding
   int32_t open_in;      // weights: buffer of the open sum to go on with, or -1
   int32_t progress;     // block of the plan down to which hidden gradients are under way
-  int32_t settle;       // weights: the first tile after hidden gradients
   int32_t open_out;     // weights: buffer that the sum stays in, or -1: it is complete
 };
 
@@ -238,12 +237,7 @@ class GradScheduler {
     if (i >= kTileRing && !wait_barrier_timed(watch_, &ring_.released[at_.slot()], at_.parity() ^ 1,
                                               phase_of(tile.work), i))
       return false;
-    GradTile& put = ring_.tiles[at_.slot()];
-    put = tile;
-    const bool hidden = tile.work == GradWork::kHidden || tile.work == GradWork::kHiddenSaved;
-    const bool weight = tile.work == GradWork::kDownWeight || tile.work == GradWork::kGateUpWeight;
-    put.settle = weight && after_hidden_;
-    after_hidden_ = hidden || (after_hidden_ && !weight);
+    ring_.tiles[at_.slot()] = tile;
     mbarrier_arrive(&ring_.known[at_.slot()]);
     jitter(p_, 0x10000 + i);
     if (!wait_inputs(tile)) return false;
@@ -307,7 +301,6 @@ class GradScheduler {
   TileRing<GradTile>& ring_;
   RingCursor at_;
   int num_put_ = 0;
-  bool after_hidden_ = false;  // the consumers' last results were hidden gradients
 };
 
 }  // namespace jax_mok::cuda

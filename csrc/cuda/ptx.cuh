@@ -217,9 +217,6 @@ MOK_DEVICE uint32_t pack_bf16(float low, float high) {
 MOK_DEVICE float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 MOK_DEVICE float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// The 256 threads of the consumer warps.
-MOK_DEVICE void consumer_barrier() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-
 // ---- registers move between warpgroups ----
 template <int kRegisters>
 MOK_DEVICE void registers_decrease() {
