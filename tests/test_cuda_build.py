@@ -61,10 +61,10 @@ def test_forward_report(forward):
 
 def test_backward_report(backward):
     """Where gate and up are computed again, 192 of a consumer's 224 registers are accumulators: the
-    epilogue has to put a few words aside, more with biases and limits. Once per tile, so it costs
-    nothing that could be measured; `test_instructions` sees to it that no main loop does so."""
+    epilogue has to put words aside (200 bytes, twice that with biases and limits), a few times per
+    tile; `test_instructions` sees to it that no main loop does so."""
     report, _ = backward
-    check_report(report, kernels=6, most_spilled=256)
+    check_report(report, kernels=6, most_spilled=400)
     assert set(re.findall(r"Used (\d+) registers", report)) == {"168"}
 
 

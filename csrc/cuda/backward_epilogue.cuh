@@ -19,17 +19,44 @@ struct RowPair {
   float weight[2];
 };
 
-// One panel of 64 hidden columns. dh holds the gradient of h; pre(group, g, u) gives gate and up of
-// column group 0..7 as four values each, in the order of the fragment. All three results leave at
-// once: accumulators that were written to would serialise the next products.
-template <ActivationKind kKind, bool kPlain, typename PreActivations>
-MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, const RowPair& rows,
-                             float (&dot)[2], PreActivations pre, Outbox& outbox, int warp_row) {
-  // Lanes 0..15 address the rows of h (and of d_up), lanes 16..31 those of d_gate.
-  const uint32_t h_slot = outbox.open(0), d_gate_slot = outbox.open(1), d_up_slot = outbox.open(2);
+// Where a lane puts its part of a panel's results: 16 bytes of rows lane / 8, + 4, + 8 and + 12 of
+// the warp's. `row` is the warp's first row in h, d_gate and d_up, which lie alike.
+MOK_DEVICE void store_hidden_panel(const BackwardParams& p, bool shared, int row, int column,
+                                   uint32_t staging) {
+  const WorkspaceLayout& w = p.geometry.workspace;
+  const int inner = shared ? p.geometry.shared_intermediate : p.geometry.intermediate;
   const int lane = threadIdx.x % 32;
-  const uint32_t row = (warp_row + (lane & 15)) * 128 + ((lane & 7) << 4);
-  const uint32_t first = (lane < 16 ? h_slot : d_gate_slot) + row, second = d_up_slot + row;
+  const int64_t at = (int64_t{row + lane / 8} * inner + column + lane % 8 * 8) * 2;
+  const uint32_t from = staging + lane / 8 * 128;
+#pragma unroll
+  for (int array = 0; array < 3; ++array) {
+    const Span& span = array == 0   ? (shared ? w.shared_h : w.h)
+                       : array == 1 ? (shared ? w.shared_d_gate : w.d_gate)
+                                    : (shared ? w.shared_d_up : w.d_up);
+    char* const to = p.array<char>(span, 0) + at;
+    uint4 value[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      value[i] = load_shared(from + array * kHiddenStagingBytes + i * 512 +
+                             ((lane % 8 ^ (lane / 8 + i % 2 * 4)) << 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_global(to + i * 4 * inner * 2, value[i]);
+  }
+}
+
+// One panel of 64 hidden columns. dh holds the gradient of h; pre(group, g, u) gives gate and up of
+// column group 0..7 as four values each, in the order of the fragment. Fragments become rows in
+// `staging`, the warp's own; the warp stores them itself, 16 bytes a lane: so many bytes would wait
+// in the copy engine's queue behind the next tile's operands. All three results leave at once:
+// accumulators that were written to would serialise the next products.
+template <ActivationKind kKind, bool kPlain, typename PreActivations, typename Store>
+MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, const RowPair& weights,
+                             float (&dot)[2], PreActivations pre, uint32_t staging, Store store) {
+  // Lanes 0..15 address the rows of h (and of d_up), lanes 16..31 those of d_gate.
+  const int lane = threadIdx.x % 32;
+  const uint32_t row = staging + (lane & 15) * 128 + ((lane & 7) << 4);
+  const uint32_t first = row + (lane < 16 ? 0 : kHiddenStagingBytes);
+  const uint32_t second = row + 2 * kHiddenStagingBytes;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     float g[4], u[4];
@@ -41,7 +68,7 @@ MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, cons
 #pragma unroll
       for (int e = 0; e < 2; ++e)
         out[e] = activate_backward<kKind, kPlain>(activation, g[2 * i + e], u[2 * i + e],
-                                                  dh[j * 4 + 2 * i + e], rows.weight[i], dot[i]);
+                                                  dh[j * 4 + 2 * i + e], weights.weight[i], dot[i]);
       h[i] = pack_bf16(out[0].weighted_h, out[1].weighted_h);
       d_gate[i] = pack_bf16(out[0].d_gate, out[1].d_gate);
       d_up[i] = pack_bf16(out[0].d_up, out[1].d_up);
@@ -49,7 +76,9 @@ MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, cons
     store_matrix_x4(first ^ j << 4, h[0], h[1], d_gate[0], d_gate[1]);
     store_matrix_x2(second ^ j << 4, d_up[0], d_up[1]);
   }
-  outbox.close(3);
+  __syncwarp();
+  store(staging);
+  __syncwarp();
 }
 
 // Both passes see gate and up as the forward saves them.

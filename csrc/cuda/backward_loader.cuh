@@ -1,13 +1,22 @@
 // The backward's loader: which operands a tile's stages hold.
 #pragma once
 
+#include "cuda/alternating_sm90.cuh"
 #include "cuda/backward_tiles.cuh"
-#include "cuda/gemm_sm90.cuh"
 
 namespace jax_mok::cuda {
 
 constexpr int kBackwardStages = 3;
 using BackwardStages = Stages<kBackwardStages>;
+
+// How tiles use shared memory. Both kinds of hidden gradients turn results into rows in places of
+// their own, and recomputed ones have other stages.
+enum class SharedUse { kNone, kHidden, kHiddenSaved, kOther };
+MOK_DEVICE SharedUse shared_use(GradWork work) {
+  return work == GradWork::kHidden        ? SharedUse::kHidden
+         : work == GradWork::kHiddenSaved ? SharedUse::kHiddenSaved
+                                          : SharedUse::kOther;
+}
 
 // One thread. As in the forward, a tile's weights are asked for before its rows are known to be
 // there. Columns past the end of a tensor arrive as zeros, rows past the end of an expert's weights
@@ -15,19 +24,25 @@ using BackwardStages = Stages<kBackwardStages>;
 class GradLoader {
  public:
   __device__ GradLoader(const BackwardParams& p, int v, BackwardStages& stages,
-                        StageBarriers<kBackwardStages>& barriers, TileRing<GradTile>& ring,
-                        AbortWord cta_abort)
+                        StageBarriers<kBackwardStages>& barriers, AlternatingStages& pairs,
+                        AlternatingBarriers& pair_barriers, TileRing<GradTile>& ring,
+                        volatile int32_t* progress, AbortWord cta_abort)
       : p_(p),
         num_blocks_(p.block_map(v).num_blocks),
         stages_(stages),
         barriers_(barriers),
+        pairs_(pairs),
+        pair_barriers_(pair_barriers),
         ring_(ring),
+        progress_(progress),
         cta_abort_(cta_abort) {}
 
   __device__ void run() {
     for (;; at_.advance()) {
       if (!wait_barrier(&ring_.known[at_.slot()], at_.parity(), cta_abort_)) return;
       const GradTile tile = ring_.tiles[at_.slot()];
+      *progress_ = tile.progress;
+      if (!make_room(tile)) return;
       if (tile.work == GradWork::kEnd) return;
       ready_ = false;
       if (!load(tile)) return;
@@ -63,6 +78,15 @@ class GradLoader {
     return t.shared ? 0 : t.expert * rows;
   }
 
+  // Memory that is used in another way than before: first everybody must have done with it.
+  __device__ bool make_room(const GradTile& t) {
+    const SharedUse before = use_;
+    use_ = shared_use(t.work);
+    if (use_ == before || before == SharedUse::kNone) return true;
+    RingCursor last = {at_.count - 1};
+    return wait_barrier(&ring_.released[last.slot()], last.parity(), cta_abort_);
+  }
+
   // Stages of x (W_gate | W_up) and of dy W_down^T take turns.
   __device__ bool load_hidden(const GradTile& t) {
     const NetworkMaps& m = maps(t);
@@ -72,17 +96,19 @@ class GradLoader {
     for (int column = t.n * p_.geometry.hidden_tile_columns; column < end;
          column += kGateUpColumns) {
       for (int k = 0; k < hidden; k += kTileK) {
-        if (!begin(kABytes + kBBytes)) return false;
-        load_panels(b(), m.gate, column, gate_row + k, 2);
-        load_panels(b() + 2 * kPanelBytes, m.up, column, gate_row + k, 2);
+        const int pair = pair_to_.pair();
+        uint64_t* full = pair_barriers_.full[pair];
+        auto& wide = pairs_.b[pair].wide;
+        if (!begin_pair(0, kABytes + kBBytes)) return false;
+        load_panels(full, wide, m.gate, column, gate_row + k, 2);
+        load_panels(full, wide + 2 * kPanelBytes, m.up, column, gate_row + k, 2);
         if (!rows_ready()) return false;
-        load_rows(a(), m.x, k, t.token_row, 2);
-        to_.advance();
+        load_rows(full, pairs_.a[pair][0], m.x, k, t.token_row, 2);
 
-        if (!begin(kABytes + kBBytes / 2)) return false;
-        load_rows(b(), m.down, k, down_row + column, 2);
-        load_rows(a(), m.dy, k, t.token_row, 2);
-        to_.advance();
+        if (!begin_pair(1, kABytes + kNarrowBBytes)) return false;
+        load_rows(full + 1, pairs_.b[pair].narrow, m.down, k, down_row + column, 2);
+        load_rows(full + 1, pairs_.a[pair][1], m.dy, k, t.token_row, 2);
+        pair_to_.advance();
       }
     }
     return true;
@@ -153,30 +179,51 @@ class GradLoader {
     mbarrier_arrive_expect(&barriers_.full[to_.stage], bytes);
     return true;
   }
+  __device__ bool begin_pair(int narrow, uint32_t bytes) const {
+    const int pair = pair_to_.pair();
+    if (!wait_barrier(&pair_barriers_.empty[pair][narrow], pair_to_.parity() ^ 1, cta_abort_))
+      return false;
+    mbarrier_arrive_expect(&pair_barriers_.full[pair][narrow], bytes);
+    return true;
+  }
   __device__ bool rows_ready() {
     if (!ready_) ready_ = wait_barrier(&ring_.ready[at_.slot()], at_.parity(), cta_abort_);
     return ready_;
   }
   // `panels` panels of 64 rows x 64 columns: next to each other, or below each other.
+  __device__ static void load_panels(uint64_t* full, uint8_t* to, const CUtensorMap& map,
+                                     int column, int row, int panels) {
+    for (int i = 0; i < panels; ++i)
+      tma_load_2d(to + i * kPanelBytes, &map, full, column + i * 64, row);
+  }
+  __device__ static void load_rows(uint64_t* full, uint8_t* to, const CUtensorMap& map, int column,
+                                   int row, int panels) {
+    for (int i = 0; i < panels; ++i)
+      tma_load_2d(to + i * kPanelBytes, &map, full, column, row + i * 64);
+  }
+  // Into the current stage.
   __device__ void load_panels(uint8_t* to, const CUtensorMap& map, int column, int row,
                               int panels) const {
-    for (int i = 0; i < panels; ++i)
-      tma_load_2d(to + i * kPanelBytes, &map, &barriers_.full[to_.stage], column + i * 64, row);
+    load_panels(&barriers_.full[to_.stage], to, map, column, row, panels);
   }
   __device__ void load_rows(uint8_t* to, const CUtensorMap& map, int column, int row,
                             int panels) const {
-    for (int i = 0; i < panels; ++i)
-      tma_load_2d(to + i * kPanelBytes, &map, &barriers_.full[to_.stage], column, row + i * 64);
+    load_rows(&barriers_.full[to_.stage], to, map, column, row, panels);
   }
 
   const BackwardParams& p_;
   const int num_blocks_;
   BackwardStages& stages_;
   StageBarriers<kBackwardStages>& barriers_;
+  AlternatingStages& pairs_;
+  AlternatingBarriers& pair_barriers_;
   TileRing<GradTile>& ring_;
+  volatile int32_t* const progress_;  // of the CTA, for its dispatcher
   const AbortWord cta_abort_;
   RingCursor at_;
   StageCursor<kBackwardStages> to_;
+  PairCursor pair_to_;
+  SharedUse use_ = SharedUse::kNone;
   bool ready_ = false;
 };
 

@@ -2,7 +2,7 @@
 // the next tile, a storer warp hands them to the copy engine and tells the other CTAs.
 #pragma once
 
-#include "cuda/backward_tiles.cuh"
+#include "cuda/backward_loader.cuh"
 
 namespace jax_mok::cuda {
 
@@ -13,6 +13,15 @@ constexpr int kOutboxSlotBytes = kBlockRows * 128;  // 128 rows x 64 columns of 
 constexpr int kInputLineBytes = kTileColumns * 2 + 16;
 constexpr int kOutboxBytes = kBlockRows * kInputLineBytes;
 static_assert(kOutboxBytes >= kOutboxSlots * kOutboxSlotBytes, "slots overlap");
+
+// Recomputed hidden gradients need more stages than other tiles, and reach into the outbox. Behind
+// them every warp has a piece of its own where it turns hidden gradients into rows: h, d_gate and
+// d_up, 16 rows x 64 columns each.
+constexpr int kHiddenStagingBytes = 16 * 128;
+constexpr int kHiddenStagingStart = sizeof(AlternatingStages) - sizeof(BackwardStages);
+static_assert(kHiddenStagingStart % 128 == 0, "swizzled");
+static_assert(kHiddenStagingStart + kConsumerWarps * 3 * kHiddenStagingBytes <= kOutboxBytes,
+              "more stages than the outbox has room for");
 
 struct OutboxBarriers {
   uint64_t full[kOutboxSlots];   // 1 arrival per consumer warp
@@ -58,6 +67,10 @@ class Outbox {
     return bytes_;
   }
   MOK_DEVICE void close_all() { close(kOutboxSlots); }
+  // A warp's own piece for hidden gradients. Nobody takes it from there.
+  MOK_DEVICE uint32_t staging(int warp) {
+    return open_all() + kHiddenStagingStart + warp * 3 * kHiddenStagingBytes;
+  }
 
  private:
   const uint32_t bytes_;  // address in shared memory
@@ -85,6 +98,8 @@ class Storer {
                                   phase_of(tile.work), tile.block)))
         break;
       if (lane_ == 0) {
+        if (tile.work == GradWork::kHidden || tile.work == GradWork::kHiddenSaved)
+          tell_hidden(tile);
         if (tile.work == GradWork::kMacrobatchEnd)
           add_release_gpu(p_.macrobatch_done(v_) + tile.block, 1);
         mbarrier_arrive(&ring_.released[tile_at_.slot()]);
@@ -99,9 +114,6 @@ class Storer {
 
   __device__ bool store(const GradTile& t) {
     switch (t.work) {
-      case GradWork::kHidden:
-      case GradWork::kHiddenSaved:
-        return lane_ != 0 || store_hidden(t);
       case GradWork::kInput:
         return store_input(t);
       case GradWork::kDownWeight:
@@ -112,16 +124,8 @@ class Storer {
     }
   }
 
-  // Lane 0. Panels of w h, d_gate and d_up in turn.
-  __device__ bool store_hidden(const GradTile& t) {
-    const NetworkMaps& m = t.shared ? p_.shared : p_.routed;
-    const int inner = t.shared ? p_.geometry.shared_intermediate : p_.geometry.intermediate;
-    const int end = min((t.n + 1) * p_.geometry.hidden_tile_columns, inner);
-    const CUtensorMap* const maps[3] = {&m.h, &m.d_gate, &m.d_up};
-    for (int column = t.n * p_.geometry.hidden_tile_columns; column < end; column += 64)
-      if (!pass_on(t, maps, column, t.hidden_row, true)) return false;
-    bulk_wait<0>();
-    fence_async_proxy();
+  // Lane 0. What the consumers have stored can be read.
+  __device__ void tell_hidden(const GradTile& t) {
     if (t.shared) {
       add_release_gpu(p_.shared_full(v_) + t.block, 1);
       add_release_gpu(p_.all_shared_full(v_), 1);
@@ -129,7 +133,6 @@ class Storer {
       const int num_local = p_.geometry.shape.num_local_experts;
       add_release_gpu(p_.expert_full(v_) + t.expert - v_ * num_local, 1);
     }
-    return true;
   }
 
   // Lane 0. Panels of 64 columns of bf16, or of 32 of float32.
@@ -143,7 +146,7 @@ class Storer {
     const int row = t.expert * rows + t.m * kBlockRows;
     const bool second = t.m * kBlockRows + 64 < rows;
     for (int i = 0; i < (down ? 1 : 2); ++i) {
-      const CUtensorMap* const map[1] = {down ? &m.grad_down : i == 0 ? &m.grad_gate : &m.grad_up};
+      const CUtensorMap* map = down ? &m.grad_down : i == 0 ? &m.grad_gate : &m.grad_up;
       const int first = t.n * (down ? kTileColumns : kGateUpColumns);
       const int end = min(first + (down ? kTileColumns : kGateUpColumns), columns);
       for (int column = first; column < end; column += width)
@@ -183,25 +186,20 @@ class Storer {
     return p_.array<char>(g.workspace.shared_y, v_) + block_row * p_.row_bytes();
   }
 
-  // Lane 0. The next slots, filled together, go to the same place of several tensors; `second`: the
-  // lower 64 rows too. They are given back once the copy engine has read them.
-  template <int kSlots>
-  __device__ bool pass_on(const GradTile& t, const CUtensorMap* const (&maps)[kSlots], int column,
-                          int row, bool second) {
-    OutboxCursor at = at_;
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i, at.advance()) {
-      if (!wait_barrier_timed(watch_, &barriers_.full[at.slot()], at.parity(), phase_of(t.work),
-                              t.block))
-        return false;
-      const uint8_t* from = bytes_ + at.slot() * kOutboxSlotBytes;
-      tma_store_2d(maps[i], from, column, row);
-      if (second) tma_store_2d(maps[i], from + kOutboxSlotBytes / 2, column, row + 64);
-    }
+  // Lane 0. The next slot goes to `row` and `column` of the tensor, and is given back once the copy
+  // engine has read it. `second`: the lower 64 rows exist.
+  __device__ bool pass_on(const GradTile& t, const CUtensorMap* map, int column, int row,
+                          bool second) {
+    const int slot = at_.slot();
+    if (!wait_barrier_timed(watch_, &barriers_.full[slot], at_.parity(), phase_of(t.work), t.block))
+      return false;
+    const uint8_t* from = bytes_ + slot * kOutboxSlotBytes;
+    tma_store_2d(map, from, column, row);
+    if (second) tma_store_2d(map, from + kOutboxSlotBytes / 2, column, row + 64);
     bulk_commit();
     bulk_wait_read<0>();
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i, at_.advance()) mbarrier_arrive(&barriers_.empty[at_.slot()]);
+    mbarrier_arrive(&barriers_.empty[slot]);
+    at_.advance();
     return true;
   }
 

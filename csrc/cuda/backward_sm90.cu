@@ -22,16 +22,22 @@ struct SharedWords {
   int32_t virtual_rank;  // for consumers, who have no register for it
   uint32_t cta_abort;
   uint32_t verdict;
+  int32_t progress;  // block whose hidden gradients the CTA works on
 };
 struct ComputeStorage {
   BackwardStages stages;
   uint8_t outbox[kOutboxBytes];
   uint8_t comm[kCommBufferBytes];
   StageBarriers<kBackwardStages> stage_barriers;
+  AlternatingBarriers pair_barriers;
   OutboxBarriers outbox_barriers;
   TileRing<GradTile> ring;
   CommBarriers comm_barriers;
+
+  // Instead of `stages`; reaches into the outbox.
+  __device__ AlternatingStages& pairs() { return *reinterpret_cast<AlternatingStages*>(&stages); }
 };
+static_assert(offsetof(ComputeStorage, outbox) == sizeof(BackwardStages), "next to each other");
 struct Storage {
   union {
     ComputeStorage compute;
@@ -59,7 +65,8 @@ class GradConsumer {
         cta_abort_(cta_abort),
         ring_(storage.ring),
         outbox_(storage.outbox, storage.outbox_barriers, cta_abort),
-        products_(storage.stages, storage.stage_barriers, warp / 4 - 1, cta_abort) {}
+        products_(storage.stages, storage.stage_barriers, warp / 4 - 1, cta_abort),
+        pairs_(storage.pairs(), storage.pair_barriers, warp / 4 - 1, cta_abort) {}
 
   MOK_DEVICE void run() {
     float d[128];
@@ -119,6 +126,9 @@ class GradConsumer {
     }
     return rows;
   }
+  MOK_DEVICE void store_panel(const GradTile& t, int column, uint32_t staging) const {
+    store_hidden_panel(p_, t.shared, t.hidden_row + warp_row(), column, staging);
+  }
   // Partial <h, dh> of the thread's two rows over the 128 columns from `column`.
   MOK_DEVICE void store_dots(const GradTile& t, int column, float (&dot)[2]) const {
     const Geometry& g = p_.geometry;
@@ -150,7 +160,7 @@ class GradConsumer {
 #pragma unroll 1
     for (int column = first; column < end; column += kPartColumns) {
       float e[64];
-      products_.multiply_alternating(d, e, p_.geometry.hidden / kTileK);
+      pairs_.multiply(d, e, p_.geometry.hidden / kTileK);
       float dot[2] = {0.0f, 0.0f};
       hidden_epilogue(d, e, t, rows, column, end, dot);
       store_dots(t, column, dot);
@@ -162,6 +172,7 @@ class GradConsumer {
     const int64_t bias = int64_t{t.expert} * p_.geometry.intermediate + column;
     const __nv_bfloat16* b_gate = static_cast<const __nv_bfloat16*>(p_.b_gate) + bias;
     const __nv_bfloat16* b_up = static_cast<const __nv_bfloat16*>(p_.b_up) + bias;
+    const uint32_t staging = outbox_.staging(warp_row() / 16);
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
       if (column + panel * 64 >= end) break;
@@ -191,7 +202,7 @@ class GradConsumer {
               round_to_bf16(u[i], u[i + 1]);
             }
           },
-          outbox_, warp_row());
+          staging, [&](uint32_t from) { store_panel(t, column + panel * 64, from); });
     }
   }
 
@@ -213,6 +224,7 @@ class GradConsumer {
     };
     load(0);
     products_.template multiply<Major::kK, Major::kK>(d, p_.geometry.hidden / kTileK);
+    const uint32_t staging = outbox_.staging(warp_row() / 16);
     float dot[2];
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
@@ -235,7 +247,7 @@ class GradConsumer {
             }
             if (j == 7 && more) load(panel + 1);
           },
-          outbox_, warp_row());
+          staging, [&](uint32_t from) { store_panel(t, column, from); });
       if (panel % 2 == 1 || column + 64 >= intermediate) store_dots(t, column, dot);
     }
   }
@@ -269,6 +281,7 @@ class GradConsumer {
   TileRing<GradTile>& ring_;
   Outbox outbox_;
   Consumer<kBackwardStages> products_;
+  AlternatingConsumer pairs_;
 };
 
 // Sums of the partial <h, dh>, in the order of the columns.
@@ -339,9 +352,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (threadIdx.x == 0) {
     if (shared_address(dynamic) % 1024 != 0) __trap();  // the swizzle would be another one
     words.virtual_rank = v;
+    words.progress = p.block_map(v).num_blocks;
     words.cta_abort = p.control(v)->abort;  // set by the plan: nothing is run then
     if (computes) {
       storage.compute.stage_barriers.init();
+      storage.compute.pair_barriers.init();
       storage.compute.outbox_barriers.init(kConsumerWarps);
       storage.compute.ring.init(kConsumerWarps + 1);  // and the loader
       mbarrier_init_fence();
@@ -357,11 +372,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   } else if (!computes) {
     const int comm_ctas = g.comm_ctas_per_rank;
     const Watch watch = make_watch(p, v, cta_abort);
-    if (elect_one())
-      Dispatcher<plan::Pass::kBackward>(p, watch, v, warp * comm_ctas + cta - num_compute,
-                                        comm_ctas * kCommWarps, storage.comm.buffers[warp],
-                                        &storage.comm.barriers[warp])
-          .run();
+    Dispatcher<plan::Pass::kBackward>(p, watch, v, warp * comm_ctas + cta - num_compute,
+                                      comm_ctas * kCommWarps, storage.comm.buffers[warp],
+                                      &storage.comm.barriers[warp])
+        .run();
     __syncwarp();
   } else {
     ComputeStorage& compute = storage.compute;
@@ -370,15 +384,18 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       const Watch watch = make_watch(p, v, cta_abort);
       if (warp == 2) {
         Storer(p, watch, v, compute.outbox, compute.outbox_barriers, compute.ring).run();
+      } else if (warp == 3) {
+        if (g.comm_ctas_per_rank == 0)
+          Dispatcher<plan::Pass::kBackward>(p, watch, v, cta, num_compute, compute.comm,
+                                            &compute.comm_barriers, &words.progress)
+              .run();
       } else if (elect_one()) {
         if (warp == 0) {
-          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.ring, cta_abort).run();
-        } else if (warp == 1) {
-          GradScheduler(p, watch, v, cta, num_compute, compute.ring).run();
-        } else if (g.comm_ctas_per_rank == 0) {
-          Dispatcher<plan::Pass::kBackward>(p, watch, v, cta, num_compute, compute.comm,
-                                            &compute.comm_barriers)
+          GradLoader(p, v, compute.stages, compute.stage_barriers, compute.pairs(),
+                     compute.pair_barriers, compute.ring, &words.progress, cta_abort)
               .run();
+        } else {
+          GradScheduler(p, watch, v, cta, num_compute, compute.ring).run();
         }
       }
       __syncwarp();

@@ -33,6 +33,7 @@ struct alignas(16) GradTile {
   int32_t weight_tile;  // weights and biases: index among the expert's tiles
   int32_t skip;         // weights: 1: the last block's second half is padding
   int32_t open_in;      // weights: buffer of the open sum to go on with, or -1
+  int32_t progress;     // block of the plan down to which hidden gradients are under way
   int32_t open_out;     // weights: buffer that the sum stays in, or -1: it is complete
 };
 
@@ -86,6 +87,7 @@ class GradScheduler {
         GradTile end = {};
         end.work = GradWork::kMacrobatchEnd;
         end.block = m;
+        end.progress = plan::macrobatch_range(s, map_.num_blocks, m).first;
         if (!put(end)) return;
       }
     }
@@ -133,6 +135,7 @@ class GradScheduler {
     t.token_row = v_ * g.shape.num_tokens + block * kBlockRows;
     t.hidden_row = (v_ * g.shared_blocks + block) * kBlockRows;
     t.expert = v_;
+    t.progress = map_.num_blocks;
     t.open_in = t.open_out = -1;
     return t;
   }
@@ -144,6 +147,7 @@ class GradScheduler {
     t.block = block;
     t.token_row = t.hidden_row = (v_ * capacity + plan::ring_slot(block, capacity)) * kBlockRows;
     t.expert = v_ * g.shape.num_local_experts + expert;
+    t.progress = block / capacity * capacity;  // weights and tokens: all of the macrobatch
     t.open_in = t.open_out = -1;
     return t;
   }
@@ -156,6 +160,7 @@ class GradScheduler {
       const plan::Tile planned = plan::tile_at(s, map_, plan::Pass::kBackward, i);
       GradTile t = routed_tile(planned.block, map_.block_expert[planned.block]);
       t.n = planned.n;
+      if (planned.phase == plan::Phase::kGradHidden) t.progress = planned.block;
       t.work = planned.phase == plan::Phase::kGradInput      ? GradWork::kInput
                : p_.is_saved(map_.num_blocks, planned.block) ? GradWork::kHiddenSaved
                                                              : GradWork::kHidden;

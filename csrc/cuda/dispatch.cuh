@@ -1,7 +1,6 @@
 // Dispatch: a communicating warp pulls rows of tokens, from whichever rank holds them, into the
 // token ring; in the backward their cotangents too, into a ring of their own. Data goes peer ->
-// shared memory -> ring by bulk copies, never through registers, so one thread keeps several rows
-// in flight.
+// shared memory -> ring by bulk copies, never through registers; every lane has a piece on its way.
 #pragma once
 
 #include <type_traits>
@@ -23,15 +22,15 @@ struct CommStorage {
   CommBarriers barriers[kCommWarps];
 };
 
-// One thread. Worker `id` of `count` takes the units id, id + count, ... in the order of the pass
-// (backward: blocks from last to first), and moves them piece by piece (a piece is a row or a part
-// of one, and fills one buffer). A piece is stored as soon as it is loaded, and its buffer loaded
-// anew once the store has read it. The rows of a unit are signalled together, one unit late: by
-// then their stores have long landed, and nobody waits for the round trip.
+// Worker `id` of `count`, a whole warp, takes the units id, id + count, ... in the order of the
+// pass (backward: blocks from last to first). A unit is moved at once, piece by lane (a piece is a
+// row or a part of one): what a row costs is a thread's instructions more than its bytes, so lanes
+// do it side by side. The rows of a unit are signalled together, while the next unit's are loading:
+// by then they have been stored.
 //
 // A worker that has to wait (for a free place in the ring, or for the row that it is to copy) first
-// stores and signals all it holds. So it only ever waits for work that is earlier in that order
-// than anything it keeps back, and the ring need not be larger than a group.
+// signals all it holds. So it only ever waits for work that is earlier in that order than anything
+// it keeps back, and the ring need not be larger than a group.
 template <plan::Pass kPass>
 class Dispatcher {
  public:
@@ -39,7 +38,8 @@ class Dispatcher {
   using Route = std::conditional_t<kPass == plan::Pass::kForward, RowRoute, GradRoute>;
 
   __device__ Dispatcher(const Params& p, const Watch& watch, int v, int id, int count,
-                        uint8_t* buffers, CommBarriers* barriers)
+                        uint8_t* buffers, CommBarriers* barriers,
+                        const volatile int32_t* progress = nullptr)
       : p_(p),
         watch_(watch),
         unit_(p.geometry.unit),
@@ -49,176 +49,150 @@ class Dispatcher {
         num_units_(num_blocks_ * (kBlockRows / unit_.rows)),
         row_bytes_(p.geometry.hidden * 2),
         routes_(p.template array<Route>(p.geometry.workspace.routes, v)),
-        buffers_(buffers),
-        barriers_(barriers),
-        loading_{id},
-        storing_{id} {}
+        progress_(progress),
+        id_(id),
+        row_(lane_ / unit_.parts),
+        active_(row_ < unit_.rows),
+        offset_(lane_ % unit_.parts * unit_.part_bytes),
+        bytes_(min(unit_.part_bytes, row_bytes_ - offset_)),
+        buffer_(buffers + (active_ ? lane_ : 0) * unit_.part_bytes),
+        loaded_(&barriers->loaded[active_ ? lane_ : 0]) {}
 
   __device__ void run() {
-    for (int i = 0; i < unit_.buffers; ++i) mbarrier_init(&barriers_->loaded[i], 1);
+    if (active_) mbarrier_init(loaded_, 1);
     mbarrier_init_fence();
     fence_async_proxy();  // the peers wrote their tokens with ordinary stores
-    look_up_route();
-    while (storing_.unit < num_units_) {
-      // One buffer is left to the store that may still be reading it.
-      while (in_flight_ < unit_.buffers - 1 && loading_.unit < num_units_ && reached(need()))
-        load();
-      if (in_flight_ > 0) {
-        if (!store()) return;
+    Sources next = sources(id_);
+    for (int unit = id_; unit < num_units_; unit += count_) {
+      const Sources from = next;
+      next = sources(unit + count_);  // not waited for yet
+      jitter(p_, unit + 1);
+      const int block = block_of(unit);
+      const int slot = plan::ring_slot(block, p_.geometry.shape.ring_blocks);
+      const int64_t to = (int64_t{slot} * kBlockRows + row_in_block(unit) + row_) * row_bytes_;
+      if (!make_room(block, slot, unit)) return;
+      if constexpr (kPass == plan::Pass::kForward) {
+        if (!move(from.x, p_.x_ring(v_), to, unit)) return;
       } else {
-        signal_stored();
-        if (!wait(need())) return;
+        if (!move(from.dy, p_.dy_ring(v_), to, unit)) return;
+        // Tokens too, unless the forward has saved them.
+        if (!p_.is_saved(num_blocks_, block) && !move(from.x, p_.x_ring(v_), to, unit)) return;
       }
+      unsignalled_ = slot;
+      // The first group is waited for by everybody.
+      if (step_of(unit) < p_.geometry.shape.group_blocks) signal_stored();
     }
     signal_stored();
   }
 
  private:
-  // Walks over the pieces of this worker's units, and over the buffers. Divisions happen once per
-  // unit only: a single thread has to keep up with the copies.
-  struct Cursor {
-    int unit;
-    int tensor = 0, row = 0, part = 0, buffer = 0;
-    uint32_t parity = 0;
-  };
-  __device__ void advance(Cursor& c) const {
-    if (++c.buffer == unit_.buffers) {
-      c.buffer = 0;
-      c.parity ^= 1;
-    }
-    if (++c.part < unit_.parts) return;
-    c.part = 0;
-    if (++c.row < unit_.rows) return;
-    c.row = 0;
-    if (++c.tensor < num_tensors(c.unit)) return;
-    c.tensor = 0;
-    c.unit += count_;
-  }
   // Blocks before this unit's in the order of the pass, and the block.
   __device__ int step_of(int unit) const { return unit * unit_.rows / kBlockRows; }
   __device__ int block_of(int unit) const {
     return kPass == plan::Pass::kForward ? step_of(unit) : num_blocks_ - 1 - step_of(unit);
   }
   __device__ int row_in_block(int unit) const { return unit * unit_.rows % kBlockRows; }
-  // Backward: cotangents, and tokens unless the forward has saved them.
-  __device__ int num_tensors(int unit) const {
-    if constexpr (kPass == plan::Pass::kForward)
-      return 1;
-    else
-      return p_.is_saved(num_blocks_, block_of(unit)) ? 1 : 2;
-  }
-  __device__ char* ring_of(int tensor) const {
-    return kPass == plan::Pass::kBackward && tensor == 0 ? p_.dy_ring(v_) : p_.x_ring(v_);
-  }
-  __device__ uint32_t bytes_of(const Cursor& c) const {
-    return min(unit_.part_bytes, row_bytes_ - c.part * unit_.part_bytes);
-  }
-  __device__ uint8_t* buffer_of(const Cursor& c) const {
-    return buffers_ + c.buffer * unit_.part_bytes;
-  }
-
-  __device__ void look_up_route() {
-    if (loading_.unit >= num_units_) return;
-    const Route& route =
-        routes_[block_of(loading_.unit) * kBlockRows + row_in_block(loading_.unit) + loading_.row];
-    if constexpr (kPass == plan::Pass::kForward)
-      next_from_ = route.from;
-    else
-      next_from_ = loading_.tensor == 0 ? route.dy : route.x;
-  }
-
-  // What the next piece to load waits for: a counter of this rank, or nothing (null).
-  struct Need {
-    const uint32_t* counter;
-    uint32_t target;
-    int slot;
+  // Where the lane's row of a unit comes from.
+  struct Sources {
+    const char *x, *dy;
   };
-  __device__ Need need() const {
+  __device__ Sources sources(int unit) const {
+    if (unit >= num_units_ || !active_) return {};
+    const Route& route = routes_[block_of(unit) * kBlockRows + row_in_block(unit) + row_];
+    if constexpr (kPass == plan::Pass::kForward)
+      return {route.from, nullptr};
+    else
+      return {route.x, route.dy};
+  }
+
+  __device__ static bool reached(const uint32_t* counter, uint32_t target) {
+    return static_cast<int32_t>(load_acquire_gpu(counter) - target) >= 0;
+  }
+  __device__ static bool all(bool good) { return __all_sync(kAllLanes, good); }
+  // Signals what is held back, then waits; the lanes may wait for different counters, or for none.
+  __device__ bool wait(const uint32_t* counter, uint32_t target, int slot, int unit) {
+    if (all(counter == nullptr || reached(counter, target))) return true;
+    signal_stored();
+    return all(counter == nullptr || wait_counter(watch_, counter, target, FaultPhase::kDispatch,
+                                                  unit * unit_.rows, slot));
+  }
+
+  // Until the unit's place in the ring is free.
+  __device__ bool make_room(int block, int slot, int unit) {
     const plan::Shape& shape = p_.geometry.shape;
-    if (loading_.part > 0) return {nullptr, 0, 0};
-    if (in_ring(next_from_)) {  // a token that this rank has pulled for another expert already
-      const int block = static_cast<int>((next_from_ - ring_of(loading_.tensor)) /
-                                         (int64_t{row_bytes_} * kBlockRows));
-      return {p_.x_full(v_) + block, plan::x_full_target(shape, 0), block};
-    }
-    if (loading_.row > 0 || loading_.tensor > 0) return {nullptr, 0, 0};
-    const int block = block_of(loading_.unit);
     if constexpr (kPass == plan::Pass::kForward) {
       const int generation = block / shape.ring_blocks;
-      if (generation == 0) return {nullptr, 0, 0};
-      const int slot = plan::ring_slot(block, shape.ring_blocks);
-      return {p_.x_empty(v_) + slot, plan::x_empty_target(shape, kPass, generation), slot};
+      return generation == 0 || wait(p_.x_empty(v_) + slot,
+                                     plan::x_empty_target(shape, kPass, generation), slot, unit);
     } else {
       // The rings hold a macrobatch, and all of the one before is needed until its end.
+      if (!keep_near(block, unit)) return false;
       const int before = plan::macrobatch_of(shape, block) + 1;
-      if (before >= plan::num_macrobatches(shape, num_blocks_)) return {nullptr, 0, 0};
-      return {p_.macrobatch_done(v_) + before, static_cast<uint32_t>(compute_ctas(p_.geometry)),
-              before};
+      return before >= plan::num_macrobatches(shape, num_blocks_) ||
+             wait(p_.macrobatch_done(v_) + before, compute_ctas(p_.geometry), before, unit);
     }
   }
+
+  // The backward's rings hold a macrobatch. Rows that come long before they are needed would be
+  // evicted from L2 in the meantime, and push out what is needed now: so a worker keeps a few
+  // rounds of tiles ahead of what its CTA works on. The round that is farthest behind waits for
+  // rows that nobody holds back, if the lead is more than a group.
+  __device__ bool keep_near(int block, int unit) {
+    const plan::Shape& shape = p_.geometry.shape;
+    const int lead = count_ * 3 / (2 * shape.gate_up_tiles) + 2 * shape.group_blocks;
+    const auto near = [&] { return all(*progress_ <= block + lead); };
+    if (progress_ == nullptr || near()) return true;
+    signal_stored();
+    const uint64_t start = global_timer_ns();
+    while (!near()) {
+      if (!all(!watch_.cta_abort.raised() && !aborted(watch_))) return false;
+      if (!all(global_timer_ns() - start <= watch_.timeout_ns)) {
+        report(watch_, {FaultCode::kTimeout, FaultPhase::kDispatch, unit * unit_.rows, -1,
+                        *progress_, block + lead});
+        return false;
+      }
+      __nanosleep(200);
+    }
+    return true;
+  }
+
+  // Until the lane's row is there, if it is a token that this rank pulls for another expert, too.
   // Copies inside the ring only happen where it holds all blocks: see the plan.
-  __device__ bool in_ring(const char* row) const {
-    const char* ring = ring_of(loading_.tensor);
-    return row >= ring && row < ring + p_.ring_bytes();
-  }
-  __device__ bool reached(const Need& n) const {
-    return n.counter == nullptr ||
-           static_cast<int32_t>(load_acquire_gpu(n.counter) - n.target) >= 0;
-  }
-  __device__ bool wait(const Need& n) const {
-    return n.counter == nullptr || wait_counter(watch_, n.counter, n.target, FaultPhase::kDispatch,
-                                                loading_.unit * unit_.rows, n.slot);
-  }
-
-  __device__ void load() {
-    const Cursor& c = loading_;
-    jitter(p_, c.unit + 1);
-    if (c.part == 0 && in_ring(next_from_)) fence_async_proxy();
-    const uint32_t bytes = bytes_of(c);
-    uint64_t* loaded = &barriers_->loaded[c.buffer];
-    bulk_wait_read<1>();
-    mbarrier_arrive_expect(loaded, bytes);
-    bulk_load(buffer_of(c), next_from_ + c.part * unit_.part_bytes, bytes, loaded);
-    ++in_flight_;
-    advance(loading_);
-    look_up_route();
+  __device__ bool wait_in_ring(const char* from, const char* ring, int unit) {
+    if (p_.geometry.shape.num_ranks == 1) return true;
+    const bool in_ring = active_ && from >= ring && from < ring + p_.ring_bytes();
+    if (!__any_sync(kAllLanes, in_ring)) return true;
+    const int block =
+        in_ring ? static_cast<int>((from - ring) / (int64_t{row_bytes_} * kBlockRows)) : 0;
+    const bool good = wait(in_ring ? p_.x_full(v_) + block : nullptr,
+                           plan::x_full_target(p_.geometry.shape, 0), block, unit);
+    fence_async_proxy();
+    return good;
   }
 
-  __device__ bool store() {
-    const Cursor& c = storing_;
-    const int unit = c.unit;
-    if (!wait_barrier_timed(watch_, &barriers_->loaded[c.buffer], c.parity, FaultPhase::kDispatch,
-                            unit))
+  // A row of every lane, or the lane's part of it.
+  __device__ bool move(const char* from, char* ring, int64_t to, int unit) {
+    if (!wait_in_ring(from, ring, unit)) return false;
+    bulk_wait_read<0>();  // the buffer is free
+    if (active_) {
+      mbarrier_arrive_expect(loaded_, bytes_);
+      bulk_load(buffer_, from + offset_, bytes_, loaded_);
+    }
+    signal_stored();
+    if (!all(!active_ || wait_barrier_timed(watch_, loaded_, parity_, FaultPhase::kDispatch, unit)))
       return false;
-    if (c.row == 0 && c.part == 0)
-      store_to_ = ring_of(c.tensor) + row_bytes_ * plan::ring_row(p_.geometry.shape, block_of(unit),
-                                                                  row_in_block(unit),
-                                                                  p_.geometry.shape.ring_blocks);
-    const uint32_t bytes = bytes_of(c);
-    bulk_store(store_to_, buffer_of(c), bytes);
+    parity_ ^= 1;
+    if (active_) bulk_store(ring + to + offset_, buffer_, bytes_);
     bulk_commit();
-    store_to_ += bytes;  // the pieces of a unit are neighbours in the ring
-    --in_flight_;
-    advance(storing_);
-    if (storing_.unit == unit) return true;
-    // A unit has at least two pieces, so the unit before this one lies at least two stores back.
-    bulk_wait<2>();
-    if (unsignalled_ >= 0) signal(unsignalled_);
-    unsignalled_ = unit;
-    // The first group is waited for by everybody.
-    if (step_of(unit) < p_.geometry.shape.group_blocks) signal_stored();
     return true;
   }
 
   __device__ void signal_stored() {
     if (unsignalled_ < 0) return;
     bulk_wait<0>();
-    signal(unsignalled_);
+    __syncwarp();
+    if (lane_ == 0) add_release_gpu(p_.x_full(v_) + unsignalled_, unit_.rows);
     unsignalled_ = -1;
-  }
-  __device__ void signal(int unit) {
-    const int slot = plan::ring_slot(block_of(unit), p_.geometry.shape.ring_blocks);
-    add_release_gpu(p_.x_full(v_) + slot, unit_.rows);
   }
 
   const Params& p_;
@@ -226,13 +200,16 @@ class Dispatcher {
   const DispatchUnit unit_;
   const int v_, count_, num_blocks_, num_units_, row_bytes_;
   const Route* const routes_;
-  uint8_t* const buffers_;
-  CommBarriers* const barriers_;
-  Cursor loading_, storing_;
-  const char* next_from_ = nullptr;
-  char* store_to_ = nullptr;
-  int in_flight_ = 0;     // pieces loaded or loading, not stored
-  int unsignalled_ = -1;  // unit whose stores are issued but not told of
+  const volatile int32_t* const progress_;  // block that the CTA works on, or null
+  const int id_, lane_ = threadIdx.x % 32;
+  // The lane's piece of every unit: row, first byte in the row, bytes; and its buffer.
+  const int row_;
+  const bool active_;
+  const int offset_, bytes_;
+  uint8_t* const buffer_;
+  uint64_t* const loaded_;
+  uint32_t parity_ = 0;
+  int unsignalled_ = -1;  // place in the ring of the unit whose stores are issued but not told of
 };
 
 }  // namespace jax_mok::cuda

@@ -132,29 +132,29 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     CommStorage& storage = *reinterpret_cast<CommStorage*>(aligned);
     const int comm_ctas = g.comm_ctas_per_rank;
     const Watch watch = make_watch(p, v, AbortWord(&cta_abort));
-    if (elect_one())
-      Dispatcher<plan::Pass::kForward>(p, watch, v, warp * comm_ctas + cta - num_compute,
-                                       comm_ctas * kCommWarps, storage.buffers[warp],
-                                       &storage.barriers[warp])
-          .run();
+    Dispatcher<plan::Pass::kForward>(p, watch, v, warp * comm_ctas + cta - num_compute,
+                                     comm_ctas * kCommWarps, storage.buffers[warp],
+                                     &storage.barriers[warp])
+        .run();
     __syncwarp();
   } else {
     ComputeStorage& storage = *reinterpret_cast<ComputeStorage*>(aligned);
     if (warp < 4) {
       registers_decrease<kProducerRegisters>();
       const Watch watch = make_watch(p, v, AbortWord(&cta_abort));
-      if (elect_one()) {
+      if (warp == 3) {
+        if (g.comm_ctas_per_rank == 0)
+          Dispatcher<plan::Pass::kForward>(p, watch, v, cta, num_compute, storage.comm,
+                                           &storage.comm_barriers)
+              .run();
+      } else if (elect_one()) {
         if (warp == 0) {
           run_loader(p, storage.stages, storage.stage_barriers, storage.ring,
                      AbortWord(&cta_abort));
         } else if (warp == 1) {
           Scheduler(p, watch, v, storage.ring).run(cta, num_compute);
-        } else if (warp == 2) {
+        } else {
           run_signaller(p, watch, v, storage.ring);
-        } else if (g.comm_ctas_per_rank == 0) {
-          Dispatcher<plan::Pass::kForward>(p, watch, v, cta, num_compute, storage.comm,
-                                           &storage.comm_barriers)
-              .run();
         }
       }
       __syncwarp();

@@ -77,24 +77,6 @@ class Consumer {
     drain();
   }
 
-  // Two products whose stages alternate: d = A1 B1 with B1 along rows, e = A2 B2 with B2 along k.
-  // One of 128 columns alone would need more bytes than an SM can load.
-  MOK_DEVICE void multiply_alternating(float (&d)[128], float (&e)[64], int k_blocks) {
-    const auto first = [&](int i, bool accumulate) {
-      wgmma_64x256x16<Major::kK, Major::kRows>(d, a<Major::kK>(i), b<Major::kRows>(i), accumulate);
-    };
-    const auto second = [&](int i, bool accumulate) {
-      wgmma_64x128x16<Major::kK, Major::kK>(e, a<Major::kK>(i), b<Major::kK>(i), accumulate);
-    };
-    step<true>(false, first);
-    step<true>(true, second);
-    for (int k = 1; k < k_blocks; ++k) {
-      step<false>(true, first);
-      step<false>(true, second);
-    }
-    drain();
-  }
-
  private:
   // behind: the products of the stage before are still under way.
   template <bool kOverwrite, typename Product>

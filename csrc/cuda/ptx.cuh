@@ -175,14 +175,15 @@ MOK_DEVICE void store_global(void* p, uint4 v) {
                "r"(v.w)
                : "memory");
 }
-MOK_DEVICE uint4 load_shared(const void* p) {
+MOK_DEVICE uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared_address(p))
+               : "r"(address)
                : "memory");
   return v;
 }
+MOK_DEVICE uint4 load_shared(const void* p) { return load_shared(shared_address(p)); }
 MOK_DEVICE void store_shared(uint32_t address, float2 v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
