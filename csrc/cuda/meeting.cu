@@ -34,10 +34,9 @@ __global__ void __launch_bounds__(kMaxRanks) hear(const __grid_constant__ CallPa
 }  // namespace
 
 cudaError_t prepare_meetings() {
-  cudaFuncAttributes attributes;  // asking for them loads a kernel
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, await_ids)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, await_tokens)) return e;
-  return cudaFuncGetAttributes(&attributes, hear);
+  if (cudaError_t e = prepare_small_kernel(await_ids)) return e;
+  if (cudaError_t e = prepare_small_kernel(await_tokens)) return e;
+  return prepare_small_kernel(hear);
 }
 
 cudaError_t launch_await_ids(const CallParams& p, cudaStream_t stream) {

@@ -122,4 +122,12 @@ struct ForwardParams : CallParams {
   }
 };
 
+// Loads a kernel that runs beside others or right before the persistent kernel: they share a
+// multiprocessor only if it divides its memory in the same way for both.
+template <typename Kernel>
+cudaError_t prepare_small_kernel(Kernel* kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
 }  // namespace jax_mok::cuda

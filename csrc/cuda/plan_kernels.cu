@@ -142,9 +142,12 @@ __global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ Ca
   const int source = blockIdx.y, v = blockIdx.z, rank = p.rank(v);
   const Watch watch = make_watch(p, v);
   const HeapControl* own = p.heap_control(rank);
-  // Every rank checks the ids of all ranks: so all come to the same verdict.
-  const bool came = threadIdx.x != 0 || wait_peer(watch, own, &own->at[source], source,
-                                                  FaultPhase::kStart, p.start_timeout_ns);
+  // Every rank checks the ids of all ranks: so all come to the same verdict. Peers on other GPUs
+  // have been waited for.
+  const bool awaited = g.shape.num_ranks > g.num_virtual_ranks;
+  const bool came = awaited ? !aborted(watch)
+                            : threadIdx.x != 0 || wait_peer(watch, own, &own->at[source], source,
+                                                            FaultPhase::kStart, p.start_timeout_ns);
   if (!__syncthreads_and(came)) return;
 
   const int num_local = g.shape.num_local_experts;
@@ -357,15 +360,16 @@ cudaError_t prepare_plan_kernels() {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 kMaxPlanSharedBytes);
   };
-  cudaFuncAttributes attributes;  // asking for them loads a kernel
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, publish)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, copy)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, prefix)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share<plan::Pass::kForward>)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share<plan::Pass::kBackward>)) return e;
-  if (cudaError_t e = set_shared(count)) return e;
-  if (cudaError_t e = set_shared(place<plan::Pass::kForward>)) return e;
-  return set_shared(place<plan::Pass::kBackward>);
+  if (cudaError_t e = prepare_small_kernel(publish)) return e;
+  if (cudaError_t e = prepare_small_kernel(copy)) return e;
+  if (cudaError_t e = prepare_small_kernel(prefix)) return e;
+  if (cudaError_t e = prepare_small_kernel(share<plan::Pass::kForward>)) return e;
+  if (cudaError_t e = prepare_small_kernel(share<plan::Pass::kBackward>)) return e;
+  for (auto* kernel : {count, place<plan::Pass::kForward>, place<plan::Pass::kBackward>}) {
+    if (cudaError_t e = prepare_small_kernel(kernel)) return e;
+    if (cudaError_t e = set_shared(kernel)) return e;
+  }
+  return cudaSuccess;
 }
 
 namespace {

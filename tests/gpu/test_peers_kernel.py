@@ -126,8 +126,7 @@ def test_failed_rank_waits_for_its_peer(kernels):
     kernels.synchronize()
     peers.launch(0, ["work", "sum"], call_id=2)
     peers.launch(0, call_id=3)
-    time.sleep(0.8)
-    assert peers.faults()[0]["code"] == TIMEOUT
+    time.sleep(0.8)  # nothing may synchronise the device here
     heap_at = peers._heaps[1].view(kernels.torch.int64)  # rank 0 has not told that it is at call 3
     assert not (heap_at[: kernels.lib.mok_heap_control_bytes() // 8] == 3).any()
     peers.launch(1, ["work", "sum"], call_id=2)
@@ -136,7 +135,8 @@ def test_failed_rank_waits_for_its_peer(kernels):
     peers.launch(1, call_id=3)
     kernels.synchronize()
     faults = peers.faults()
-    assert set(faults) == {1} and faults[1]["code"] == PEER_FAULT and faults[1]["value"] == 1
+    assert faults[0]["code"] == TIMEOUT and faults[0]["counter"] == 1
+    assert faults[1]["code"] == PEER_FAULT and faults[1]["value"] == 1
     assert kernels.torch.equal(peers.outputs["y"], good)
     assert kernels.torch.equal(peers.run(call_id=4)["y"], good)
 
