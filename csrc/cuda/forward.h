@@ -27,6 +27,9 @@ struct Activation {
   float up_offset = 0.0f;
 };
 
+// How gate|up and down tiles follow each other; no bit depends on it.
+enum class ForwardOrder : int32_t { kChosen, kPhases, kTurns };
+
 // Static facts of a call: equal on all ranks. Sizes of settings are in rows; 0 = chosen from the
 // shape.
 struct ForwardFacts {
@@ -44,10 +47,11 @@ struct ForwardFacts {
   // The forward leaves the dispatched tokens and gate|up of its last macrobatch for the backward.
   bool save = false;
 
-  int32_t num_comm_sms = 0;              // 0: communication runs in spare warps of the compute CTAs
-  int32_t minibatch_size = 0;            // rows of one expert handed to the GEMM together
-  int32_t macrobatch_size = 0;           // rows whose hidden activations are held at once
-  int32_t ring_size = 0;                 // rows of the token ring
+  int32_t num_comm_sms = 0;     // 0: communication runs in spare warps of the compute CTAs
+  int32_t minibatch_size = 0;   // rows of one expert handed to the GEMM together
+  int32_t macrobatch_size = 0;  // rows whose hidden activations are held at once
+  int32_t ring_size = 0;        // rows of the token ring
+  ForwardOrder order = ForwardOrder::kChosen;
   double timeout_seconds = 60.0;         // of a wait inside the call, once all ranks have come
   double start_timeout_seconds = 600.0;  // of the wait for the other ranks to begin the call
 };

@@ -104,6 +104,7 @@ class _Facts(ctypes.Structure):
         ("minibatch_size", ctypes.c_int32),
         ("macrobatch_size", ctypes.c_int32),
         ("ring_size", ctypes.c_int32),
+        ("order", ctypes.c_int32),
         ("timeout_seconds", ctypes.c_double),
         ("start_timeout_seconds", ctypes.c_double),
     ]
@@ -161,6 +162,7 @@ class Settings:
     absent_rank: int = -1
     save: bool = False  # of a forward: leave residuals for the backward
     float32_weight_grads: bool = False  # of a backward
+    order: int = 0  # of a forward: 1: all gate|up tiles, then all down tiles; 2: they take turns
 
 
 # Settings that must not change a bit.
@@ -170,6 +172,8 @@ SAME_BITS = {
     "comm 40": Settings(comm_sms=40),
     "minibatch 128": Settings(minibatch=128),
     "minibatch 512": Settings(minibatch=512),
+    "turns": Settings(order=2),
+    "turns, macrobatch 640": Settings(order=2, minibatch=256, macrobatch=640),
     "smallest ring": Settings(minibatch=128, ring=128),
     "smallest macrobatch": Settings(minibatch=128, ring=128, macrobatch=128),
     "macrobatch 640": Settings(minibatch=384, macrobatch=640),
@@ -243,6 +247,7 @@ class Kernels:
             s.minibatch,
             s.macrobatch,
             s.ring,
+            s.order,
             s.timeout,
             s.start_timeout,
         )
