@@ -237,6 +237,7 @@ class GradScheduler {
     if (i >= kTileRing && !wait_barrier_timed(watch_, &ring_.released[at_.slot()], at_.parity() ^ 1,
                                               phase_of(tile.work), i))
       return false;
+    if (!wait_outbox(tile)) return false;
     ring_.tiles[at_.slot()] = tile;
     mbarrier_arrive(&ring_.known[at_.slot()]);
     jitter(p_, 0x10000 + i);
@@ -245,6 +246,22 @@ class GradScheduler {
     mbarrier_arrive(&ring_.ready[at_.slot()]);
     at_.advance();
     return true;
+  }
+
+  // Hidden gradients are turned into rows where the outbox lies. Tiles with operands come after
+  // that because their operands do (see the loader's make_room); the weights of an expert without
+  // rows have none.
+  __device__ bool wait_outbox(const GradTile& t) {
+    const bool weight = t.work == GradWork::kDownWeight || t.work == GradWork::kGateUpWeight;
+    const bool wait = after_hidden_ && weight && t.num_stages == 0;
+    if (t.work == GradWork::kHidden || t.work == GradWork::kHiddenSaved)
+      after_hidden_ = true;
+    else if (weight || t.work == GradWork::kInput)
+      after_hidden_ = false;
+    if (!wait) return true;
+    const RingCursor last = {at_.count - 1};
+    return wait_barrier_timed(watch_, &ring_.released[last.slot()], last.parity(), phase_of(t.work),
+                              t.block);
   }
 
   __device__ bool wait_inputs(const GradTile& t) const {
@@ -301,6 +318,7 @@ class GradScheduler {
   TileRing<GradTile>& ring_;
   RingCursor at_;
   int num_put_ = 0;
+  bool after_hidden_ = false;  // what left the consumers last were hidden gradients
 };
 
 }  // namespace jax_mok::cuda
