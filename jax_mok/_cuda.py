@@ -49,6 +49,7 @@ class Testing:
     jitter_seed: int = 0
     absent_rank: int = -1
     absent_in: tuple[str, ...] = ("forward", "backward")
+    failing_rank: int = -1
     assume_hopper: bool = False
 
 
@@ -66,6 +67,7 @@ def testing(**options):
     jitter_seed: not 0: random delays all over the kernel.
     absent_rank: this rank never comes.
     absent_in: to the calls of which passes it does not come.
+    failing_rank: this rank's device fails before the call, which it misses.
     assume_hopper: trace and lower for a Hopper GPU, whatever this machine has.
     """
     token = _testing.set(dataclasses.replace(_testing.get(), **options))
@@ -192,6 +194,7 @@ class Spec:
             "activation": act.number,
             "jitter_seed": self.testing.jitter_seed,
             "absent_rank": absent_rank,
+            "failing_rank": self.testing.failing_rank,
         }
         reals = {
             "alpha": act.alpha,
@@ -424,7 +427,9 @@ def _describe(fault: dict[str, int]) -> str:
             f"not {fault['target']}"
         )
     if code == _PEER_FAULT:
-        return where + f"rank {counter} gave the call up"
+        return where + f"rank {counter} " + (
+            "gave the call up" if fault["value"] else "is at another call of its program"
+        )
     if code in (_ID_OUT_OF_RANGE, _ID_REPEATED):
         # In the words of csrc/plan/host_plan.h, which has the other implementations' message.
         what = "; allowed are 0 to the number of experts - 1, and -1 for unused"

@@ -49,6 +49,7 @@ struct BackwardBuffers {
   void* workspace = nullptr;          // backward_workspace_bytes(); contents do not matter
   void* heaps[kMaxRanks] = {};        // as in ForwardBuffers
   struct Status* status = nullptr;    // as in ForwardBuffers
+  uint64_t call_id = 0;               // as in ForwardBuffers
 };
 
 // As check(), workspace_bytes() and heap_bytes(); a heap serves a forward and a backward if it has

@@ -1,43 +1,55 @@
 // The end of a call: the ranks meet once all results are pushed, then every rank sums the slots of
-// its tokens, in slot order and in fp32. With peers on other GPUs these are three launches: see
-// Part.
+// its tokens, in slot order and in fp32. With peers on other GPUs the last CTA tells them so at the
+// end of the work, and waiting for them and the sums are two more launches: see Part.
 #pragma once
 
-#include "cuda/faults.cuh"
+#include "cuda/peers.cuh"
 
 namespace jax_mok::cuda {
 
-// Both by all threads of one CTA, at least as many as ranks.
+// Until all CTAs of the rank have left their tiles, whether they have finished them or not: what
+// they store must not land on what comes after. They notice when a call is given up.
+MOK_DEVICE void wait_ctas(const CallParams& p, const Watch& watch) {
+  const uint32_t all = p.geometry.ctas_per_rank;
+  const uint64_t start = global_timer_ns();
+  uint32_t done;
+  while ((done = load_acquire_gpu(&watch.control->ctas_done)) < all) {
+    if (global_timer_ns() - start > p.start_timeout_ns)  // longer than any wait of theirs
+      return report(watch, {FaultCode::kTimeout, FaultPhase::kCombine, 0, -1,
+                            static_cast<int32_t>(done), static_cast<int32_t>(all)});
+    __nanosleep(20);
+  }
+}
+
+// All of these by all threads of one CTA, at least as many as ranks.
 //
-// Once all CTAs are done: tells the peers that all results for them are pushed, or that the call
-// has failed here. Returns which.
+// After all CTAs: tells the peers that all results for them are pushed, or that the call has failed
+// here. Returns which.
 __device__ inline bool tell_peers(const CallParams& p, const Watch& watch) {
   const int peer = thread_index();
-  if (peer == 0)
-    wait_counter(watch, &watch.control->ctas_done, p.geometry.ctas_per_rank, FaultPhase::kCombine,
-                 0, -1);
-  __syncthreads();
   const bool good = __syncthreads_and(load_acquire_gpu(&watch.control->abort) == 0);
   jitter(p, 0x20000);
   if (peer < p.geometry.shape.num_ranks) {
     HeapControl* heap = p.heap_control(peer);
-    store_release_sys(good ? &heap->pushed[watch.rank] : &heap->failed[watch.rank], watch.call);
+    store_release_sys(good ? &heap->pushed[watch.rank] : &heap->failed[watch.rank],
+                      p.heap_control(watch.rank)->id);
   }
   return good;
 }
 
 // `good`: what tell_peers said. Decides for the whole rank whether the sum may be formed, so that a
-// rank's output is either all there or all NaN.
-__device__ inline void hear_peers(const CallParams& p, const Watch& watch, bool good) {
+// rank's output is either all there or all NaN. Returns which.
+__device__ inline bool hear_peers(const CallParams& p, const Watch& watch, bool good) {
   const int num_ranks = p.geometry.shape.num_ranks, peer = thread_index();
   if (good) {
     const HeapControl* own = p.heap_control(watch.rank);
     good = __syncthreads_and(peer >= num_ranks || wait_peer(watch, own, &own->pushed[peer], peer,
                                                             FaultPhase::kCombine, p.timeout_ns));
     if (!good && peer < num_ranks)
-      store_release_sys(&p.heap_control(peer)->failed[watch.rank], watch.call);
+      store_release_sys(&p.heap_control(peer)->failed[watch.rank], own->id);
   }
   if (peer == 0) store_release_gpu(&watch.control->verdict, good ? kSum : kFail);
+  return good;
 }
 
 // Sums of 8 columns, in fp32.
@@ -135,9 +147,19 @@ __device__ inline Outcome finish(const CallParams& p, const Watch& watch, int ct
                                  volatile uint32_t* verdict) {
   __syncthreads();
   const bool first = thread_index() == 0;
-  if (p.part != Part::kSum && first) add_release_sys(&watch.control->ctas_done, 1);
-  if (p.part == Part::kWork) return Outcome::kLater;
-  if (p.part == Part::kAll && cta == 0) hear_peers(p, watch, tell_peers(p, watch));
+  uint32_t done = 0;
+  if (p.part != Part::kSum && first) done = add_acq_rel_sys(&watch.control->ctas_done, 1) + 1;
+  if (p.part == Part::kWork) {
+    // The CTA that ends last speaks for all, and waits for nobody.
+    if (__syncthreads_or(done == static_cast<uint32_t>(p.geometry.ctas_per_rank)))
+      tell_peers(p, watch);
+    return Outcome::kLater;
+  }
+  if (p.part == Part::kAll && cta == 0) {
+    if (first) wait_ctas(p, watch);
+    __syncthreads();
+    hear_peers(p, watch, tell_peers(p, watch));
+  }
   if (first) {
     // The first CTA always decides: its own waits are bounded.
     uint32_t decided;

@@ -94,29 +94,6 @@ MOK_DEVICE bool wait_counter(const Watch& w, const uint32_t* counter, uint32_t t
   return true;
 }
 
-// Until rank `peer` has written this call's number to `flag`, a word of this rank's heap.
-MOK_DEVICE bool wait_peer(const Watch& w, const HeapControl* heap, const uint32_t* flag, int peer,
-                          FaultPhase phase, uint64_t timeout_ns) {
-  const uint64_t start = global_timer_ns();
-  uint32_t value;
-  while (static_cast<int32_t>((value = load_acquire_sys(flag)) - w.call) < 0) {
-    const uint32_t failed = load_acquire_sys(&heap->failed[peer]);
-    if (static_cast<int32_t>(failed - w.call) >= 0) {
-      report(w, {FaultCode::kPeerFault, phase, 0, peer, static_cast<int32_t>(failed),
-                 static_cast<int32_t>(w.call)});
-      return false;
-    }
-    if (aborted(w)) return false;
-    if (global_timer_ns() - start > timeout_ns) {
-      report(w, {FaultCode::kTimeout, phase, 0, peer, static_cast<int32_t>(value),
-                 static_cast<int32_t>(w.call)});
-      return false;
-    }
-    __nanosleep(40);
-  }
-  return true;
-}
-
 // mbarrier waits of roles without time keeping: they end when another role of the CTA gives up.
 // Returns false then; who may not leave its loop (wgmma in flight) carries on with what is there.
 MOK_DEVICE bool wait_barrier(uint64_t* barrier, uint32_t parity, AbortWord cta_abort) {

@@ -75,6 +75,9 @@ struct ForwardBuffers {
   void* workspace = nullptr;              // workspace_bytes(); contents do not matter
   void* heaps[kMaxRanks] = {};            // heap of every rank, as addressed from this device
   struct Status* status = nullptr;        // [num_virtual_ranks], in memory that outlives the call
+  // What all ranks know this call by, and no other call on these heaps. 0: its number since
+  // init_heap, which is the same on all ranks as long as none of them misses a call.
+  uint64_t call_id = 0;
 };
 
 // What went wrong first. Written once; the host reads it after synchronising and clears it (all
@@ -82,7 +85,7 @@ struct ForwardBuffers {
 enum class FaultCode : int32_t {
   kNone = 0,
   kTimeout = 1,       // a wait ran out of time
-  kPeerFault = 2,     // rank `counter` reported a fault of its own in the same call
+  kPeerFault = 2,     // rank `counter` gave the same call up (`value` 1), or is at another one (0)
   kIdOutOfRange = 3,  // expert id `value` at (rank `tile`, token `counter`, slot `target`)
   kIdRepeated = 4,    // likewise: an earlier slot of the token has the same id
 };
@@ -112,6 +115,7 @@ struct Status {
 struct TestHooks {
   uint32_t jitter_seed = 0;  // other than 0: random delays of up to some 10 us all over the kernel
   int32_t absent_rank = -1;  // this rank never says that it has come
+  int32_t num_sms = 0;       // other than 0: as if the GPU had so many, for calls side by side
 };
 
 // Empty, or a sentence that names the field, its value and what is allowed.
@@ -133,12 +137,15 @@ cudaError_t prepare_module();
 // Clears the control words of a fresh heap (one per rank). Peers must not have begun a call.
 cudaError_t init_heap(void* heap, cudaStream_t stream);
 
-// The parts of a call, in stream order. What a rank enqueues in one of them waits, on the device,
-// only for what its peers enqueue in those before it: the ranks of a process can be kept in step by
-// events, and then nothing ever waits for work that is not enqueued yet. Where all ranks run in one
-// launch, kWork is the whole call after kPublish.
-enum class CallStage { kPublish, kWork, kSum };
-constexpr CallStage kCallStages[] = {CallStage::kPublish, CallStage::kWork, CallStage::kSum};
+// The parts of a call, in their order. kCopy may run on another stream, beside kPlan: after
+// kPublish and before kWork. kPublish, kCopy and kWork's results wait for nobody; kPlan and kWork
+// wait, on the device, for what the peers enqueue in kPublish and kCopy, and kSum for their kWork:
+// so if the ranks of a process meet on the host before kPlan and before kSum, nothing ever waits
+// for work that is not enqueued yet. Where all ranks run in one launch, kWork is the rest of the
+// call.
+enum class CallStage { kPublish, kCopy, kPlan, kWork, kSum };
+constexpr CallStage kCallStages[] = {CallStage::kPublish, CallStage::kCopy, CallStage::kPlan,
+                                     CallStage::kWork, CallStage::kSum};
 
 // Enqueues a stage of a call. `rank` is this device's rank (0 with virtual ranks).
 cudaError_t launch_forward(CallStage stage, const ForwardFacts& facts, int rank,

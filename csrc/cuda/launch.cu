@@ -152,6 +152,7 @@ void fill_buffers(const Buffers& buffers, CallParams* p) {
   p->workspace = buffers.workspace;
   std::copy(std::begin(buffers.heaps), std::end(buffers.heaps), p->heaps);
   p->status = buffers.status;
+  p->call_id = buffers.call_id;
 }
 
 bool is_plain(const ForwardFacts& facts) {
@@ -180,22 +181,29 @@ cudaError_t launch_persistent(const void* kernel, const Geometry& g, int threads
 template <typename Params, typename MakeMaps>
 cudaError_t launch_stage(CallStage stage, Params& p, MakeMaps make_maps, const void* kernel,
                          int threads, int shared_bytes, int num_sms, cudaStream_t stream) {
-  if (stage == CallStage::kPublish) return launch_publish(p, num_sms, stream);
   const bool has_peers = p.geometry.shape.num_ranks > p.geometry.num_virtual_ranks;
-  if (stage == CallStage::kWork) {
-    p.part = has_peers ? Part::kWork : Part::kAll;
-    if (!make_maps()) return cudaErrorInvalidValue;
-    if (has_peers)
-      if (cudaError_t e = launch_await(p, stream)) return e;
-    if (cudaError_t e = launch_plan(p, stream)) return e;
-  } else {
-    if (!has_peers) return cudaSuccess;
-    p.part = Part::kSum;
-    if (cudaError_t e = launch_hear(p, stream)) return e;
+  switch (stage) {
+    case CallStage::kPublish:
+      return launch_publish(p, num_sms, stream);
+    case CallStage::kCopy:
+      return launch_copy(p, num_sms, stream);
+    case CallStage::kPlan:
+      if (has_peers)
+        if (cudaError_t e = launch_await_ids(p, stream)) return e;
+      return launch_plan(p, stream);
+    case CallStage::kWork:
+      p.part = has_peers ? Part::kWork : Part::kAll;
+      if (!make_maps()) return cudaErrorInvalidValue;
+      if (has_peers)
+        if (cudaError_t e = launch_await_tokens(p, stream)) return e;
+      break;
+    case CallStage::kSum:
+      if (!has_peers) return cudaSuccess;
+      p.part = Part::kSum;
+      if (cudaError_t e = launch_hear(p, stream)) return e;
+      break;
   }
-  if (cudaError_t e = launch_persistent(kernel, p.geometry, threads, shared_bytes, &p, stream))
-    return e;
-  return p.part == Part::kWork ? launch_tell(p, stream) : cudaSuccess;
+  return launch_persistent(kernel, p.geometry, threads, shared_bytes, &p, stream);
 }
 
 cudaError_t prepare_persistent(const void* kernel, int threads, int shared_bytes) {
@@ -250,6 +258,7 @@ cudaError_t launch_forward(CallStage stage, const ForwardFacts& facts, int rank,
   if (facts.num_tokens == 0) return cudaSuccess;  // on all ranks alike: nobody waits for us
   int num_sms;
   if (cudaError_t e = current_device_sms(&num_sms)) return e;
+  if (hooks.num_sms > 0) num_sms = std::min(num_sms, hooks.num_sms);
   ForwardParams p;
   std::memset(static_cast<void*>(&p), 0, sizeof(p));
   p.geometry = make_geometry(facts, num_sms);
@@ -276,6 +285,7 @@ cudaError_t launch_backward(CallStage stage, const BackwardFacts& facts, int ran
                             const TestHooks& hooks) {
   int num_sms;
   if (cudaError_t e = current_device_sms(&num_sms)) return e;
+  if (hooks.num_sms > 0) num_sms = std::min(num_sms, hooks.num_sms);
   BackwardParams p;
   std::memset(static_cast<void*>(&p), 0, sizeof(p));
   p.geometry = make_geometry(facts, num_sms, plan::Pass::kBackward);

@@ -10,6 +10,9 @@ namespace {
 
 constexpr int kDefaultGroupBlocks = 8;
 constexpr int kDefaultRingBlocks = 96;
+// How many tiles lie between the gate|up tiles of a group and its down tiles: more than all CTAs of
+// a GPU have under way while one of them is at a gate|up tile.
+constexpr int kLeadTiles = 300;
 
 std::string field(const char* name, long long value, const std::string& allowed) {
   return std::string(name) + " is " + std::to_string(value) + "; allowed: " + allowed;
@@ -195,6 +198,9 @@ Geometry make_geometry(const ForwardFacts& f, int num_sms, plan::Pass pass) {
   s.macrobatch_blocks = static_cast<int>(std::clamp<int64_t>(macrobatch, 1, most));
   s.group_blocks = f.minibatch_size > 0 ? blocks_of(f.minibatch_size) : kDefaultGroupBlocks;
   s.group_blocks = std::min(s.group_blocks, s.macrobatch_blocks);
+  if (!backward)
+    s.lead_blocks = s.group_blocks +
+                    static_cast<int>(plan::ceil_div(kLeadTiles, s.gate_up_tiles + s.down_tiles));
   // With several ranks the ring holds a macrobatch, so that a token is pulled once for all its
   // experts here. So it does where the backward reads it.
   const int64_t ring = backward || f.save ? s.macrobatch_blocks

@@ -41,15 +41,25 @@ struct RankControl {
 };
 enum Verdict : uint32_t { kPending = 0, kSum = 1, kFail = 2 };
 
-// Control words at the start of a heap. Every word that a peer writes has one writer and only
-// grows; it holds the number of the call it speaks of, so nothing is ever reset.
+constexpr int kPastCalls = 256;  // that a rank remembers
+
+// Control words at the start of a heap. A call goes by an id that is the same on all ranks and of
+// no other call; a word that a peer writes has one writer and holds the id of the call it speaks
+// of, so nothing is ever reset. See meeting.cuh.
 struct HeapControl {
-  uint32_t call;            // number of the current call (own rank only)
-  uint32_t published_ctas;  // CTAs that have copied their part (own rank only)
-  uint32_t unused[30];
-  uint32_t started[kMaxRanks];  // [r]: rank r's tokens and ids of this call can be read
-  uint32_t pushed[kMaxRanks];   // [r]: all results of rank r for this rank have been pushed
-  uint32_t failed[kMaxRanks];   // [r]: rank r has given up this call
+  // Own rank only.
+  uint32_t call;            // calls so far, the current one included
+  uint32_t published_ctas;  // CTAs that have published their part
+  uint32_t copied_ctas;     // likewise, of the tokens
+  uint32_t unused;
+  uint64_t id;                // of the current call
+  uint64_t past[kPastCalls];  // ids of the last calls, the current one included, call n at n modulo
+                              // their number
+  // By every rank r, at [r].
+  uint64_t at[kMaxRanks];      // the call that r is at: its ids can be read
+  uint64_t copied[kMaxRanks];  // its tokens can be read
+  uint64_t pushed[kMaxRanks];  // all its results for this rank are pushed
+  uint64_t failed[kMaxRanks];  // it has given up
 };
 
 struct HeapLayout {

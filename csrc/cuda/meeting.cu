@@ -6,39 +6,46 @@
 namespace jax_mok::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kMaxRanks) await(const __grid_constant__ CallParams p) {
+__global__ void __launch_bounds__(kMaxRanks) await_ids(const __grid_constant__ CallParams p) {
+  const Watch watch = make_watch(p, 0);
+  const HeapControl* own = p.heap_control(watch.rank);
+  const int peer = threadIdx.x;
+  __threadfence_system();  // this rank has said that it has come: see peers.cuh
+  if (peer < p.geometry.shape.num_ranks)
+    wait_peer(watch, own, &own->at[peer], peer, FaultPhase::kStart, p.start_timeout_ns);
+}
+
+__global__ void __launch_bounds__(kMaxRanks) await_tokens(const __grid_constant__ CallParams p) {
   const Watch watch = make_watch(p, 0);
   const HeapControl* own = p.heap_control(watch.rank);
   const int peer = threadIdx.x;
   if (peer < p.geometry.shape.num_ranks)
-    wait_peer(watch, own, &own->started[peer], peer, FaultPhase::kStart, p.start_timeout_ns);
-}
-
-__global__ void __launch_bounds__(kMaxRanks) tell(const __grid_constant__ CallParams p) {
-  tell_peers(p, make_watch(p, 0));
+    wait_peer(watch, own, &own->copied[peer], peer, FaultPhase::kStart, p.timeout_ns);
 }
 
 __global__ void __launch_bounds__(kMaxRanks) hear(const __grid_constant__ CallParams p) {
   const Watch watch = make_watch(p, 0);
-  hear_peers(p, watch, __syncthreads_and(load_acquire_gpu(&watch.control->abort) == 0));
+  const int peer = threadIdx.x;
+  const bool good = __syncthreads_and(load_acquire_gpu(&watch.control->abort) == 0);
+  if (!hear_peers(p, watch, good) && peer < p.geometry.shape.num_ranks)
+    wait_ended(p.heap_control(watch.rank), peer, p.start_timeout_ns);
 }
 
 }  // namespace
 
 cudaError_t prepare_meetings() {
-  cudaFuncAttributes attributes;  // asking for them loads a kernel
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, await)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, tell)) return e;
-  return cudaFuncGetAttributes(&attributes, hear);
+  if (cudaError_t e = prepare_small_kernel(await_ids)) return e;
+  if (cudaError_t e = prepare_small_kernel(await_tokens)) return e;
+  return prepare_small_kernel(hear);
 }
 
-cudaError_t launch_await(const CallParams& p, cudaStream_t stream) {
-  await<<<1, kMaxRanks, 0, stream>>>(p);
+cudaError_t launch_await_ids(const CallParams& p, cudaStream_t stream) {
+  await_ids<<<1, kMaxRanks, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
-cudaError_t launch_tell(const CallParams& p, cudaStream_t stream) {
-  tell<<<1, kMaxRanks, 0, stream>>>(p);
+cudaError_t launch_await_tokens(const CallParams& p, cudaStream_t stream) {
+  await_tokens<<<1, kMaxRanks, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

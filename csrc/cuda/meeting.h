@@ -7,12 +7,12 @@ namespace jax_mok::cuda {
 
 cudaError_t prepare_meetings();
 
-// After publish: until all peers have published.
-cudaError_t launch_await(const CallParams& params, cudaStream_t stream);
-// After Part::kWork: tells the peers that all results are pushed, or that the call has failed.
-// Waits for nobody.
-cudaError_t launch_tell(const CallParams& params, cudaStream_t stream);
-// After that: until all peers have told, and decides whether there will be sums.
+// Before the plan: until the ids of all peers can be read.
+cudaError_t launch_await_ids(const CallParams& params, cudaStream_t stream);
+// Before Part::kWork: until their tokens can be read.
+cudaError_t launch_await_tokens(const CallParams& params, cudaStream_t stream);
+// Before Part::kSum: until all peers have pushed their results, and decides whether there will be
+// sums. If not, also until all of them have ended the call.
 cudaError_t launch_hear(const CallParams& params, cudaStream_t stream);
 
 }  // namespace jax_mok::cuda

@@ -14,7 +14,7 @@ namespace jax_mok::cuda {
 // What a launch of the persistent kernel does. It holds every SM of its GPU, so it must not wait
 // for a peer there: a collective of XLA, on another stream, may hold an SM of the peer's GPU and
 // wait for one of this GPU. With peers on other GPUs, kWork and kSum are launches of their own, and
-// the ranks meet between them in kernels of one CTA.
+// the ranks wait for each other before them in kernels of one CTA.
 enum class Part : int32_t { kAll, kWork, kSum };
 
 struct CallParams {
@@ -28,6 +28,7 @@ struct CallParams {
   void* workspace;
   void* heaps[kMaxRanks];
   Status* status;
+  uint64_t call_id;    // 0: the number of the call
   int32_t first_rank;  // rank of virtual rank 0
   uint64_t timeout_ns, start_timeout_ns;
   TestHooks hooks;
@@ -120,5 +121,13 @@ struct ForwardParams : CallParams {
     return h_empty(v) + geometry.shape.macrobatch_blocks;
   }
 };
+
+// Loads a kernel that runs beside others or right before the persistent kernel: they share a
+// multiprocessor only if it divides its memory in the same way for both.
+template <typename Kernel>
+cudaError_t prepare_small_kernel(Kernel* kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
 
 }  // namespace jax_mok::cuda

@@ -24,6 +24,13 @@ std::string text(const char* what, cudaError_t error) {
   return std::string(what) + " failed: " + cudaGetErrorString(error);
 }
 
+// Spreads numbers over all 64 bits, one to one.
+uint64_t mix(uint64_t x) {
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
+}
+
 std::string mebibytes(size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
 std::string current_device(int* device) {
@@ -153,10 +160,13 @@ std::string allocate(PeerHeap* heap, NcclComm* comm, const Workshop& shop) {
                                     cudaHostAllocMapped | cudaHostAllocPortable))
     return text("cudaHostAlloc", e);
   std::memset(static_cast<void*>(heap->status), 0, status_bytes);
-  if (comm != nullptr)
-    for (cudaEvent_t& event : heap->events)
-      if (cudaError_t e = cudaEventCreateWithFlags(&event, cudaEventDisableTiming))
+  if (comm != nullptr) {
+    if (cudaError_t e = cudaStreamCreateWithFlags(&heap->copy_stream, cudaStreamNonBlocking))
+      return text("cudaStreamCreate", e);
+    for (cudaEvent_t* event : {&heap->published, &heap->copied})
+      if (cudaError_t e = cudaEventCreateWithFlags(event, cudaEventDisableTiming))
         return text("cudaEventCreate", e);
+  }
   return shop.wait();
 }
 
@@ -168,10 +178,12 @@ void release(PeerHeap* heap, NcclComm* comm) {
       cudaFree(heap->addresses[0]);
   }
   if (heap->status != nullptr) cudaFreeHost(heap->status);
-  for (cudaEvent_t& event : heap->events) {
-    if (event != nullptr) cudaEventDestroy(event);
-    event = nullptr;
+  for (cudaEvent_t* event : {&heap->published, &heap->copied}) {
+    if (*event != nullptr) cudaEventDestroy(*event);
+    *event = nullptr;
   }
+  if (heap->copy_stream != nullptr) cudaStreamDestroy(heap->copy_stream);
+  heap->copy_stream = nullptr;
   heap->addresses.clear();
   heap->status = nullptr;
 }
@@ -212,21 +224,19 @@ int64_t unlikely_number(const PeerHeap* heap) {
   const auto now = std::chrono::system_clock::now().time_since_epoch().count();
   uint64_t x = static_cast<uint64_t>(now) ^ reinterpret_cast<uintptr_t>(heap) ^
                static_cast<uint64_t>(getpid()) << 32 ^ static_cast<uint64_t>(heap->rank) << 20;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  return static_cast<int64_t>(x >> 1);
+  return static_cast<int64_t>(mix(x) >> 1);
 }
 
 void join_meeting(int64_t name, PeerHeap* heap) {
   std::lock_guard<std::mutex> lock(registry().mutex);
   std::shared_ptr<LocalMeeting>& meeting = registry().meetings[name];
   if (meeting == nullptr) meeting = std::make_shared<LocalMeeting>();
-  heap->member = meeting->join(heap->events);
+  heap->member = meeting->join();
   heap->meeting = meeting;
 }
 
 // Collective over the ranks of `comm`: every rank gets the same verdict, so none is left waiting.
-std::string build(PeerHeap* heap, NcclComm* comm, int generation) {
+std::string build(PeerHeap* heap, NcclComm* comm, int generation, int64_t run) {
   Workshop shop;
   std::string problem = shop.open();
   if (!problem.empty()) return problem;
@@ -237,8 +247,10 @@ std::string build(PeerHeap* heap, NcclComm* comm, int generation) {
     return problem;
   }
   const int64_t bytes = static_cast<int64_t>(heap->bytes);
-  std::vector<int64_t> votes = {problem.empty(), bytes,       -bytes,
-                                generation,      -generation, unlikely_number(heap)};
+  // Positive, so that its negative is a number too.
+  const int64_t run_name = static_cast<int64_t>(mix(static_cast<uint64_t>(run)) >> 2);
+  std::vector<int64_t> votes = {problem.empty(),       bytes,    -bytes,   generation, -generation,
+                                unlikely_number(heap), run_name, -run_name};
   if (std::string failed = shop.smallest(comm, &votes); !failed.empty()) return failed;
   if (votes[1] != -votes[2] || votes[3] != -votes[4]) {
     release(heap, comm);
@@ -256,6 +268,7 @@ std::string build(PeerHeap* heap, NcclComm* comm, int generation) {
 
   join_meeting(votes[5],
                heap);  // the smallest proposal is the same for all; the next vote is later
+  const bool same_run = run != HeapNeed::kNoRun && votes[6] == -votes[7];
 
   // Registering is a meeting of all ranks: once it returns, everybody's control words are cleared.
   NcclWindow* window = nullptr;
@@ -267,7 +280,13 @@ std::string build(PeerHeap* heap, NcclComm* comm, int generation) {
   if (problem.empty()) problem = open_window(window, heap, shop);
   votes = {problem.empty()};
   if (std::string failed = shop.smallest(comm, &votes); !failed.empty()) return failed;
-  if (votes[0] != 0) return "";
+  if (votes[0] != 0) {
+    // Else by their numbers. XLA gives the devices of a process the same id, and JAX those of
+    // several processes, as long as they have run their programs equally often.
+    if (same_run || heap->meeting->num_members() == heap->num_ranks)
+      heap->ids = std::make_shared<CallIds>();
+    return "";
+  }
   return kNoPeerAccess +
          (problem.empty() ? std::string("see the message of another rank") : problem);
 }
@@ -289,29 +308,6 @@ std::string check_need(const HeapNeed& need, int* rank) {
 
 }  // namespace
 
-int LocalMeeting::join(const Events& events) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  members_.push_back({events});
-  return static_cast<int>(members_.size()) - 1;
-}
-
-cudaError_t LocalMeeting::pass(int member, int point, cudaStream_t stream, double seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (members_.size() == 1) return cudaSuccess;
-  // Nobody waits for the event of the call before any more: that is behind two points.
-  if (cudaError_t e = cudaEventRecord(members_[member].events[point], stream)) return e;
-  const uint64_t passed = ++members_[member].passed;
-  moved_.notify_all();
-  moved_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
-    return std::all_of(members_.begin(), members_.end(),
-                       [&](const Member& m) { return m.passed >= passed; });
-  });
-  for (const Member& m : members_)
-    if (&m != &members_[member])
-      if (cudaError_t e = cudaStreamWaitEvent(stream, m.events[point], 0)) return e;
-  return cudaSuccess;
-}
-
 std::string make_heap(const HeapNeed& need, const PeerHeap** heap) {
   int device, rank;
   std::string problem = current_device(&device);
@@ -331,7 +327,7 @@ std::string make_heap(const HeapNeed& need, const PeerHeap** heap) {
   fresh->num_ranks = need.num_ranks;
   fresh->num_virtual_ranks = need.num_virtual_ranks;
   fresh->bytes = (need.bytes + kGranule - 1) / kGranule * kGranule;
-  problem = build(fresh.get(), need.comm, generation);
+  problem = build(fresh.get(), need.comm, generation, need.run);
   if (!problem.empty()) return problem;
   std::lock_guard<std::mutex> lock(registry().mutex);
   place.heaps.push_back(std::move(fresh));
@@ -372,6 +368,23 @@ uint32_t num_calls(const PeerHeap& heap) {
   }
   cudaSetDevice(device);
   return calls;
+}
+
+uint64_t CallIds::next(int64_t run) {
+  constexpr size_t kRuns = 64;  // more than XLA has under way at a time
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = std::find_if(runs_.begin(), runs_.end(), [&](const Run& r) { return r.run == run; });
+  if (found == runs_.end()) {
+    runs_.push_back({run, 0});
+    if (runs_.size() > kRuns) runs_.pop_front();
+    found = runs_.end() - 1;
+  }
+  const uint64_t id = mix(mix(static_cast<uint64_t>(run)) + ++found->calls);
+  return id != 0 ? id : 1;
+}
+
+uint64_t next_call_id(const PeerHeap& heap, int64_t run) {
+  return heap.ids == nullptr ? 0 : heap.ids->next(run);
 }
 
 std::vector<Status> take_faults() {

@@ -12,42 +12,34 @@
 // order, which is the same on all ranks.
 #pragma once
 
-#include <array>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "cuda/forward.h"
+#include "cuda/local_meeting.h"
 #include "cuda/nccl_library.h"
 
 namespace jax_mok::cuda {
 
-// Keeps the streams of a group's devices in this process in step: see CallStage.
-class LocalMeeting {
+// Names the calls on a heap so that all ranks know each by the same id: by the run of the program
+// that it belongs to, and by its place there.
+class CallIds {
  public:
-  static constexpr int kPoints = 2;  // of a call, where its streams pass
-  using Events = std::array<cudaEvent_t, kPoints>;
-
-  // Once for every device, before any of them passes; its number here. The events are the device's.
-  int join(const Events& events);
-
-  // What is enqueued on `stream` from here on begins after what the other devices' streams hold
-  // when they come here. Waits, on the host, until they have, or `seconds`: who is missing then
-  // shows on the device. All pass all points in turn.
-  cudaError_t pass(int member, int point, cudaStream_t stream, double seconds);
+  // The next call of a run.
+  uint64_t next(int64_t run);
 
  private:
-  struct Member {
-    Events events;
-    uint64_t passed = 0;
+  struct Run {
+    int64_t run;
+    uint64_t calls;
   };
   std::mutex mutex_;
-  std::condition_variable moved_;
-  std::vector<Member> members_;
+  std::deque<Run> runs_;  // the last ones
 };
 
 struct PeerHeap {
@@ -55,13 +47,17 @@ struct PeerHeap {
   int rank = 0;  // of this device; 0 with virtual ranks
   int num_ranks = 1;
   int num_virtual_ranks = 1;
-  size_t bytes = 0;                  // of one rank
-  size_t used = 0;                   // the most that a call has asked for
-  std::vector<void*> addresses;      // heap of every rank
-  Status* status = nullptr;          // [num_virtual_ranks], host memory that the device can write
-  LocalMeeting::Events events = {};  // null with one rank or virtual ranks, as is:
+  size_t bytes = 0;              // of one rank
+  size_t used = 0;               // the most that a call has asked for
+  std::vector<void*> addresses;  // heap of every rank
+  Status* status = nullptr;      // [num_virtual_ranks], host memory that the device can write
+  // All null with one rank or virtual ranks. A stream beside the call's, for CallStage::kCopy:
+  // where it begins, and where the call goes on.
+  cudaStream_t copy_stream = nullptr;
+  cudaEvent_t published = nullptr, copied = nullptr;
   std::shared_ptr<LocalMeeting> meeting;
   int member = 0;  // this device's number there
+  std::shared_ptr<CallIds> ids;
 };
 
 struct HeapNeed {
@@ -69,6 +65,8 @@ struct HeapNeed {
   int num_virtual_ranks = 1;
   size_t bytes = 0;          // of one rank
   NcclComm* comm = nullptr;  // null with one rank or virtual ranks
+  int64_t run = kNoRun;      // XLA's id of this run of the program: tells whether ranks agree on it
+  static constexpr int64_t kNoRun = -1;
 };
 
 // Both work on the current device. They return what is wrong, or an empty string and the heap.
@@ -82,6 +80,9 @@ std::vector<PeerHeap> all_heaps();
 
 // Calls that have begun on a heap; waits for nothing.
 uint32_t num_calls(const PeerHeap& heap);
+
+// The next call on a heap, in this run of the program: ForwardBuffers::call_id.
+uint64_t next_call_id(const PeerHeap& heap, int64_t run);
 
 // The faults reported since this was last asked; clears them. Meant for after a synchronisation:
 // a call that still runs may report later.

@@ -2,29 +2,37 @@
 // a few kernels. Rows take the places that csrc/plan gives them; nothing depends on the order in
 // which threads run.
 //
-//   publish  copy x and ids into the heap, clear the counters, tell the peers
+//   publish  copy ids into the heap, clear the counters, tell the peers
+//   copy     (several ranks) copy tokens into the heap, tell the peers
 //   count    per chunk of ids: check them, count the rows of every local expert
 //   prefix   per (source rank, expert): running sums over the source's chunks
 //   place    blocks of every expert; for every row where it comes from and goes to
 //   share    (several ranks) rows of a token that is pulled for another expert already
-#include "cuda/faults.cuh"
+#include "cuda/peers.cuh"
 #include "cuda/plan_kernels.h"
 
 namespace jax_mok::cuda {
 namespace {
 
 constexpr int kPublishThreads = 512;
+constexpr int kCopyThreads = 1024;
 constexpr int kPlanWarps = 8;
 constexpr int kPlanThreads = kPlanWarps * 32;
 constexpr int kMaxPlanSharedBytes = (kPlanWarps * kMaxLocalExperts + kMaxLocalExperts + 1) * 4;
 
-// ---- publish ----
+// ---- publish and copy ----
 
-MOK_DEVICE void copy_16(void* to, const void* from, int64_t bytes, int64_t thread,
-                        int64_t threads) {
-  for (int64_t i = thread; i < bytes / 16; i += threads)
-    static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+// By all threads of all CTAs of a rank, after what they have written: true in the CTA that is last.
+__device__ bool is_last(uint32_t* ctas) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    last = add_acq_rel_sys(ctas, 1) == gridDim.x - 1;
+    if (last) *ctas = 0;
+  }
+  return __syncthreads_or(last);
 }
+
 MOK_DEVICE void clear_words(void* to, int64_t bytes, int64_t thread, int64_t threads) {
   for (int64_t i = thread; i < bytes / 4; i += threads) static_cast<uint32_t*>(to)[i] = 0;
 }
@@ -41,33 +49,54 @@ __global__ void __launch_bounds__(kPublishThreads) publish(const __grid_constant
     const int64_t num_ids = int64_t{g.shape.num_tokens} * g.shape.top_k;
     int32_t* ids = reinterpret_cast<int32_t*>(p.heap(rank) + g.heap.ids);
     for (int64_t i = thread; i < num_ids; i += threads) ids[i] = p.ids_of(rank, v)[i];
-    const int64_t bytes = g.shape.num_tokens * p.row_bytes();
-    if (p.reads_tokens())
-      copy_16(p.heap(rank) + g.heap.x, p.local_rows(p.x, v), bytes, thread, threads);
     if (g.pass == plan::Pass::kBackward) {
-      copy_16(p.heap(rank) + g.heap.dy, p.local_rows(p.dy, v), bytes, thread, threads);
       float* weights = reinterpret_cast<float*>(p.heap(rank) + g.heap.weights);
       for (int64_t i = thread; i < num_ids; i += threads) weights[i] = p.weights_of(rank, v)[i];
     }
   }
 
-  // The CTA that finishes last speaks for all.
-  __shared__ uint32_t call;
+  // The CTA that ends last speaks for all.
   HeapControl* own = p.heap_control(rank);
-  __syncthreads();
+  if (!is_last(&own->published_ctas)) return;
   if (threadIdx.x == 0) {
-    __threadfence_system();
-    const bool last = atomicAdd(&own->published_ctas, 1) == gridDim.x - 1;
-    __threadfence_system();
-    call = 0;
-    if (last) {
-      own->published_ctas = 0;
-      call = ++own->call;
-    }
+    const uint32_t call = ++own->call;
+    own->id = p.call_id != 0 ? p.call_id : call;
+    own->past[call % kPastCalls] = own->id;
   }
   __syncthreads();
-  if (call != 0 && threadIdx.x < g.shape.num_ranks && rank != p.hooks.absent_rank)
-    store_release_sys(&p.heap_control(threadIdx.x)->started[rank], call);
+  if (threadIdx.x < g.shape.num_ranks && rank != p.hooks.absent_rank)
+    store_release_sys(&p.heap_control(threadIdx.x)->at[rank], own->id);
+}
+
+MOK_DEVICE void copy_16(void* to, const void* from, int64_t bytes, int64_t thread,
+                        int64_t threads) {
+  uint4* const target = static_cast<uint4*>(to);
+  const uint4* const source = static_cast<const uint4*>(from);
+  constexpr int kBatch = 4;  // loads in flight
+  for (int64_t first = thread; first < bytes / 16; first += kBatch * threads) {
+    uint4 value[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (first + i * threads < bytes / 16) value[i] = source[first + i * threads];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (first + i * threads < bytes / 16) target[first + i * threads] = value[i];
+  }
+}
+
+__global__ void __launch_bounds__(kCopyThreads) copy(const __grid_constant__ CallParams p) {
+  const Geometry& g = p.geometry;
+  const int v = blockIdx.y, rank = p.rank(v);
+  const int64_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  const int64_t threads = gridDim.x * blockDim.x;
+  const int64_t bytes = g.shape.num_tokens * p.row_bytes();
+  if (p.reads_tokens())
+    copy_16(p.heap(rank) + g.heap.x, p.local_rows(p.x, v), bytes, thread, threads);
+  if (g.pass == plan::Pass::kBackward)
+    copy_16(p.heap(rank) + g.heap.dy, p.local_rows(p.dy, v), bytes, thread, threads);
+  HeapControl* own = p.heap_control(rank);
+  if (is_last(&own->copied_ctas) && threadIdx.x < g.shape.num_ranks && rank != p.hooks.absent_rank)
+    store_release_sys(&p.heap_control(threadIdx.x)->copied[rank], own->id);
 }
 
 // ---- count ----
@@ -113,9 +142,12 @@ __global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ Ca
   const int source = blockIdx.y, v = blockIdx.z, rank = p.rank(v);
   const Watch watch = make_watch(p, v);
   const HeapControl* own = p.heap_control(rank);
-  // Every rank checks the ids of all ranks: so all come to the same verdict.
-  const bool came = threadIdx.x != 0 || wait_peer(watch, own, &own->started[source], source,
-                                                  FaultPhase::kStart, p.start_timeout_ns);
+  // Every rank checks the ids of all ranks: so all come to the same verdict. Peers on other GPUs
+  // have been waited for.
+  const bool awaited = g.shape.num_ranks > g.num_virtual_ranks;
+  const bool came = awaited ? !aborted(watch)
+                            : threadIdx.x != 0 || wait_peer(watch, own, &own->at[source], source,
+                                                            FaultPhase::kStart, p.start_timeout_ns);
   if (!__syncthreads_and(came)) return;
 
   const int num_local = g.shape.num_local_experts;
@@ -328,20 +360,36 @@ cudaError_t prepare_plan_kernels() {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 kMaxPlanSharedBytes);
   };
-  cudaFuncAttributes attributes;  // asking for them loads a kernel
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, publish)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, prefix)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share<plan::Pass::kForward>)) return e;
-  if (cudaError_t e = cudaFuncGetAttributes(&attributes, share<plan::Pass::kBackward>)) return e;
-  if (cudaError_t e = set_shared(count)) return e;
-  if (cudaError_t e = set_shared(place<plan::Pass::kForward>)) return e;
-  return set_shared(place<plan::Pass::kBackward>);
+  if (cudaError_t e = prepare_small_kernel(publish)) return e;
+  if (cudaError_t e = prepare_small_kernel(copy)) return e;
+  if (cudaError_t e = prepare_small_kernel(prefix)) return e;
+  if (cudaError_t e = prepare_small_kernel(share<plan::Pass::kForward>)) return e;
+  if (cudaError_t e = prepare_small_kernel(share<plan::Pass::kBackward>)) return e;
+  for (auto* kernel : {count, place<plan::Pass::kForward>, place<plan::Pass::kBackward>}) {
+    if (cudaError_t e = prepare_small_kernel(kernel)) return e;
+    if (cudaError_t e = set_shared(kernel)) return e;
+  }
+  return cudaSuccess;
 }
 
+namespace {
+
+// A CTA for every SM, shared among the virtual ranks.
+dim3 publishing_ctas(const Geometry& g, int num_sms) {
+  const unsigned ranks = g.num_virtual_ranks;
+  return dim3((num_sms + ranks - 1) / ranks, ranks);
+}
+
+}  // namespace
+
 cudaError_t launch_publish(const CallParams& p, int num_sms, cudaStream_t stream) {
-  const unsigned ranks = p.geometry.num_virtual_ranks;
-  const unsigned ctas = (num_sms + ranks - 1) / ranks;
-  publish<<<dim3(ctas, ranks), kPublishThreads, 0, stream>>>(p);
+  publish<<<publishing_ctas(p.geometry, num_sms), kPublishThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_copy(const CallParams& p, int num_sms, cudaStream_t stream) {
+  if (p.geometry.shape.num_ranks == 1) return cudaSuccess;
+  copy<<<publishing_ctas(p.geometry, num_sms), kCopyThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

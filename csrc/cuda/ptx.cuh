@@ -132,9 +132,9 @@ MOK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-MOK_DEVICE uint32_t load_acquire_sys(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+MOK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 MOK_DEVICE uint32_t load_relaxed_gpu(const uint32_t* p) {
@@ -145,14 +145,20 @@ MOK_DEVICE uint32_t load_relaxed_gpu(const uint32_t* p) {
 MOK_DEVICE void add_release_gpu(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-MOK_DEVICE void add_release_sys(uint32_t* p, uint32_t v) {
-  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+// Returns what was there.
+MOK_DEVICE uint32_t add_acq_rel_sys(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.sys.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(p), "r"(v)
+               : "memory");
+  return before;
 }
 MOK_DEVICE void store_release_gpu(uint32_t* p, uint32_t v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-MOK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+MOK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
 // ---- 16-byte accesses ----

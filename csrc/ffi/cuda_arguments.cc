@@ -44,6 +44,7 @@ CudaCall<Pass> decode_all(const xffi::Dictionary& dictionary) {
   }
   if (!problem.empty()) fail(problem);
   call.hooks = read_hooks(attributes);
+  call.failing_rank = static_cast<int32_t>(attributes.integer("failing_rank"));
   if (!call.has_peers()) return call;
 
   const auto ids = get_attribute<xffi::Span<const int64_t>>(dictionary, "groups");

@@ -27,6 +27,7 @@ template <typename Pass>
 struct CudaCall {
   typename Pass::Facts facts;
   cuda::TestHooks hooks;
+  int32_t failing_rank = -1;  // for tests: this rank's device fails before the call
   // Every group of ranks of the mesh, each as flattened ids (XLA's numbers of the program's
   // devices) in the order of their ranks. Empty where a call has no peers.
   std::vector<std::vector<int64_t>> groups;

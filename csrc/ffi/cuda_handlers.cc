@@ -7,10 +7,10 @@
 // What others do in the same process counts too: a cudaFree, or the first use of a kernel, by any
 // host thread can wait for a kernel of one device with the driver's lock held, so that nobody can
 // launch on another device what that kernel waits for. So the threads of a group's devices meet
-// between the stages of a call, and their streams wait for each other's events there: no kernel
-// waits for one that is not enqueued yet.
+// between the stages of a call: no kernel waits for one that is not enqueued yet.
 #include "ffi/cuda_handlers.h"
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <mutex>
@@ -74,6 +74,10 @@ namespace {
 
 constexpr int64_t kCommunicationId = 0;
 
+// How long a host thread waits for those of the other devices. They all run at once; if one has
+// failed, XLA ends the process 10 s later unless all others have returned.
+constexpr double kMeetingSeconds = 5.0;
+
 xffi::Error failed(const std::string& text) {
   return xffi::Error(xffi::ErrorCode::kFailedPrecondition, "jax_mok: " + text);
 }
@@ -112,11 +116,12 @@ std::atomic<int64_t> num_launches{0};
 // The heap's need, its communicator included.
 template <typename Pass>
 xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall<Pass>& call,
-                                        std::optional<Communicators>& communicators) {
+                                        std::optional<Communicators>& communicators, int64_t run) {
   cuda::HeapNeed need;
   need.num_ranks = call.facts.num_ranks;
   need.num_virtual_ranks = call.facts.num_virtual_ranks;
   need.bytes = layer_heap_bytes(call.facts);
+  need.run = run;
   if (!call.has_peers()) return need;
   if (!communicators) return xffi::Unexpected(no_communicators());
   const auto comm =
@@ -138,12 +143,13 @@ xffi::Error prepare(std::optional<Communicators> communicators, xffi::Dictionary
 }
 
 template <typename Pass>
-xffi::Error initialize(std::optional<Communicators> communicators, xffi::Dictionary attributes) {
+xffi::Error initialize(std::optional<Communicators> communicators, xffi::RunId run,
+                       xffi::Dictionary attributes) {
   const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
   // Once more, in case XLA prepares a program on one device for all of them.
   if (xffi::Error error = load_kernels(); error.failure()) return error;
-  const auto need = heap_need(*call, communicators);
+  const auto need = heap_need(*call, communicators, run.run_id);
   if (need.has_error()) return need.error();
   const cuda::PeerHeap* heap = nullptr;
   const std::string problem = cuda::make_heap(*need, &heap);
@@ -151,41 +157,65 @@ xffi::Error initialize(std::optional<Communicators> communicators, xffi::Diction
 }
 
 // Enqueues the stages of a call, in step with the other devices of the group in this process.
+// `launch` takes a stage and its stream.
 template <typename Launch>
-cudaError_t in_stages(const cuda::PeerHeap& heap, double seconds, cudaStream_t stream,
-                      Launch launch) {
+cudaError_t in_stages(const cuda::PeerHeap& heap, uint64_t call_id, double seconds,
+                      cudaStream_t stream, Launch launch) {
+  using cuda::CallStage;
   cudaError_t problem = cudaSuccess;
-  int point = 0;
-  for (const cuda::CallStage stage : cuda::kCallStages) {
-    if (problem == cudaSuccess) problem = launch(stage);
-    if (heap.meeting == nullptr || point == cuda::LocalMeeting::kPoints) continue;
-    // After a failure too: the others must not wait for us.
-    const cudaError_t e = heap.meeting->pass(heap.member, point++, stream, seconds);
-    if (problem == cudaSuccess) problem = e;
+  const auto then = [&](auto step) {
+    if (problem == cudaSuccess) problem = step();
+  };
+  const auto enqueue = [&](CallStage stage, cudaStream_t on) {
+    then([&] { return launch(stage, on); });
+  };
+  // After a failure too: the others must not wait for us.
+  const auto meet = [&](int point) {
+    if (heap.meeting != nullptr) heap.meeting->pass(heap.member, call_id, point, seconds);
+  };
+  const bool has_peers = heap.copy_stream != nullptr;
+  const cudaStream_t beside = has_peers ? heap.copy_stream : stream;
+  enqueue(CallStage::kPublish, stream);
+  if (has_peers) {
+    then([&] { return cudaEventRecord(heap.published, stream); });
+    then([&] { return cudaStreamWaitEvent(beside, heap.published, 0); });
   }
+  enqueue(CallStage::kCopy, beside);
+  if (has_peers) then([&] { return cudaEventRecord(heap.copied, beside); });
+  meet(0);
+  enqueue(CallStage::kPlan, stream);
+  if (has_peers) then([&] { return cudaStreamWaitEvent(stream, heap.copied, 0); });
+  enqueue(CallStage::kWork, stream);
+  meet(1);
+  enqueue(CallStage::kSum, stream);
   return problem;
 }
 
 template <typename Pass>
 xffi::Error execute(cudaStream_t stream, std::optional<Communicators> communicators,
-                    xffi::RemainingArgs operands, xffi::RemainingRets results,
+                    xffi::RunId run, xffi::RemainingArgs operands, xffi::RemainingRets results,
                     xffi::Dictionary attributes) {
   const auto call = decode_call<Pass>(attributes);
   if (call.has_error()) return call.error();
-  const auto need = heap_need(*call, communicators);
+  const auto need = heap_need(*call, communicators, run.run_id);
   if (need.has_error()) return need.error();
   const cuda::PeerHeap* heap = nullptr;
   if (std::string problem = cuda::find_heap(*need, &heap); !problem.empty()) return failed(problem);
+
+  if (call->has_peers() && heap->rank == call->failing_rank)
+    return failed("a test asked for this failure");
 
   typename Pass::Buffers buffers;
   if (xffi::Error error = decode_buffers(*call, operands, results, &buffers); error.failure())
     return error;
   for (int r = 0; r < call->facts.num_ranks; ++r) buffers.heaps[r] = heap->addresses[r];
   buffers.status = heap->status;
-  const auto launch = [&](cuda::CallStage stage) {
-    return Pass::launch(stage, call->facts, heap->rank, buffers, stream, call->hooks);
+  buffers.call_id = cuda::next_call_id(*heap, run.run_id);
+  const auto launch = [&](cuda::CallStage stage, cudaStream_t on) {
+    return Pass::launch(stage, call->facts, heap->rank, buffers, on, call->hooks);
   };
-  const cudaError_t e = in_stages(*heap, call->facts.start_timeout_seconds, stream, launch);
+  const double seconds = std::min(call->facts.start_timeout_seconds, kMeetingSeconds);
+  const cudaError_t e = in_stages(*heap, buffers.call_id, seconds, stream, launch);
   if (e == cudaSuccess) {
     num_launches<Pass>.fetch_add(1, std::memory_order_relaxed);
     return xffi::Error::Success();
@@ -209,21 +239,24 @@ xffi::Error prepare_guarded(std::optional<Communicators> c, xffi::Dictionary a) 
   return guarded([&] { return prepare<Pass>(c, a); });
 }
 template <typename Pass>
-xffi::Error initialize_guarded(std::optional<Communicators> c, xffi::Dictionary a) {
-  return guarded([&] { return initialize<Pass>(c, a); });
+xffi::Error initialize_guarded(std::optional<Communicators> c, xffi::RunId r, xffi::Dictionary a) {
+  return guarded([&] { return initialize<Pass>(c, r, a); });
 }
 template <typename Pass>
-xffi::Error execute_guarded(cudaStream_t s, std::optional<Communicators> c, xffi::RemainingArgs in,
-                            xffi::RemainingRets out, xffi::Dictionary a) {
-  return guarded([&] { return execute<Pass>(s, c, in, out, a); });
+xffi::Error execute_guarded(cudaStream_t s, std::optional<Communicators> c, xffi::RunId r,
+                            xffi::RemainingArgs in, xffi::RemainingRets out, xffi::Dictionary a) {
+  return guarded([&] { return execute<Pass>(s, c, r, in, out, a); });
 }
 
 auto bind_prepare() { return xffi::Ffi::BindPrepare().Ctx<MaybeCommunicators>().Attrs(); }
-auto bind_initialize() { return xffi::Ffi::BindInitialize().Ctx<MaybeCommunicators>().Attrs(); }
+auto bind_initialize() {
+  return xffi::Ffi::BindInitialize().Ctx<MaybeCommunicators>().Ctx<xffi::RunId>().Attrs();
+}
 auto bind_execute() {
   return xffi::Ffi::Bind()
       .Ctx<xffi::PlatformStream<cudaStream_t>>()
       .Ctx<MaybeCommunicators>()
+      .Ctx<xffi::RunId>()
       .RemainingArgs()
       .RemainingRets()
       .Attrs();

@@ -120,6 +120,7 @@ std::vector<nb::dict> heaps() {
     entry["bytes"] = heap.bytes * heap.num_virtual_ranks;
     entry["used_bytes"] = heap.used * heap.num_virtual_ranks;
     entry["calls"] = cuda::num_calls(heap);
+    entry["named_calls"] = heap.ids != nullptr;
     result.push_back(entry);
   }
   return result;

@@ -1,10 +1,13 @@
 // The order of all work on one rank: macrobatches, groups, tiles, ring slots, counter targets.
 //
-// Forward, per macrobatch in ascending order: all gate|up tiles, group after group, then all down
-// tiles. Backward, macrobatches and blocks in descending order, so that what the forward left in
-// the rings is used first: all hidden-gradient tiles, all input-gradient tiles, then the weight
-// gradients of the macrobatch's segments. Inside a group the block runs fastest: the workers that
-// share a weight tile start together.
+// Forward, per macrobatch in ascending order: gate|up tiles, group after group, then down tiles.
+// With lead_blocks they take turns: gate|up tiles of so many blocks come first, then those of one
+// block more and the down tiles of one block, and so on. Results are then pushed all along, where
+// else the links would be idle before the down tiles and too slow for them, and what gate|up tiles
+// leave is still in the cache. Backward, macrobatches and blocks in descending order, so that what
+// the forward left in the rings is used first: all hidden-gradient tiles, all input-gradient tiles,
+// then the weight gradients of the macrobatch's segments. Inside a group the block runs fastest:
+// the workers that share a weight tile start together.
 //
 // Why this cannot deadlock: a worker runs its tiles in this total order, and every wait (rows in
 // the token ring, a free slot, finished h) refers to earlier work only, given check(Shape). Hence
@@ -151,7 +154,7 @@ MOK_HD Pass pass_of(Phase phase) {
 }
 
 // Number of block tiles of a pass, and the index of a phase's first tile in the total order of
-// block tiles. Worker w of W takes the tiles with index % W == w.
+// block tiles, where phases do not take turns. Worker w of W takes the tiles with index % W == w.
 MOK_HD int64_t num_block_tiles(const Shape& s, int32_t num_blocks) {
   return int64_t{num_blocks} * (int64_t{s.gate_up_tiles} + s.down_tiles);
 }
@@ -191,30 +194,64 @@ MOK_HD Tile phase_tile(const Shape& s, const BlockMap& map, int32_t macrobatch, 
           in_group / group.num_blocks};
 }
 
-// Tile with this index in the total order of a pass's block tiles, and back.
+// ---- turns ----
+// How the block tiles of a macrobatch of `blocks` blocks follow each other: first `first` tiles of
+// the first phase, then `rounds` rounds of a block of each phase, then the rest of the second.
+struct Turns {
+  int64_t first, rounds;
+  int64_t in_first, in_round;  // tiles of a round: of the first phase, of both
+};
+MOK_HD Turns turns_of(const Shape& s, Pass pass, int32_t blocks) {
+  const bool takes_turns = pass == Pass::kForward && s.lead_blocks > 0 && s.lead_blocks < blocks;
+  const int64_t lead = takes_turns ? s.lead_blocks : blocks;
+  const int64_t n1 = s.gate_up_tiles;
+  return {lead * n1, blocks - lead, n1, n1 + s.down_tiles};
+}
+
+// Tile with this index in the total order of a pass's block tiles, and back. A down tile comes
+// after the gate|up tiles of its whole group, since the lead is no smaller than a group.
 MOK_HD Tile tile_at(const Shape& s, const BlockMap& map, Pass pass, int64_t index) {
   const int64_t per_block = int64_t{s.gate_up_tiles} + s.down_tiles;
   const int32_t step = static_cast<int32_t>(index / per_block);
+  // `step` lies in this macrobatch: each macrobatch takes per_block tiles for each of its blocks.
   const int32_t macrobatch =
       macrobatch_of(s, pass == Pass::kForward ? step : map.num_blocks - 1 - step);
-  const int64_t start = phase_first_tile(s, map.num_blocks, macrobatch, second_phase(pass));
-  // `step` lies in this macrobatch: each macrobatch takes per_block tiles for each of its blocks.
-  return index >= start ? phase_tile(s, map, macrobatch, second_phase(pass), index - start)
-                        : phase_tile(s, map, macrobatch, first_phase(pass),
-                                     index - phase_first_tile(s, map.num_blocks, macrobatch,
-                                                              first_phase(pass)));
+  const BlockRange range = macrobatch_range(s, map.num_blocks, macrobatch);
+  const Turns turns = turns_of(s, pass, range.end - range.first);
+  int64_t i = index - phase_first_tile(s, map.num_blocks, macrobatch, first_phase(pass));
+  if (i < turns.first) return phase_tile(s, map, macrobatch, first_phase(pass), i);
+  i -= turns.first;
+  const int64_t round = min64(i / turns.in_round, turns.rounds);
+  i -= round * turns.in_round;
+  if (round < turns.rounds && i < turns.in_first)
+    return phase_tile(s, map, macrobatch, first_phase(pass),
+                      turns.first + round * turns.in_first + i);
+  if (round < turns.rounds) i -= turns.in_first;
+  return phase_tile(s, map, macrobatch, second_phase(pass), round * s.down_tiles + i);
 }
 
 MOK_HD int64_t tile_index(const Shape& s, const BlockMap& map, const Tile& tile) {
-  const bool forward = pass_of(tile.phase) == Pass::kForward;
+  const Pass pass = pass_of(tile.phase);
+  const bool forward = pass == Pass::kForward;
   const int32_t macrobatch = macrobatch_of(s, tile.block);
   const BlockRange range = macrobatch_range(s, map.num_blocks, macrobatch);
   const Group group = group_of_block(s, map, tile.block);
   const int32_t last = group.first_block + group.num_blocks - 1;
   const int64_t before = forward ? group.first_block - range.first : range.end - 1 - last;
   const int32_t in_group = forward ? tile.block - group.first_block : last - tile.block;
-  return phase_first_tile(s, map.num_blocks, macrobatch, tile.phase) +
-         before * tiles_per_block(s, tile.phase) + int64_t{tile.n} * group.num_blocks + in_group;
+  // In its phase, then among the turns.
+  const int64_t i =
+      before * tiles_per_block(s, tile.phase) + int64_t{tile.n} * group.num_blocks + in_group;
+  const Turns turns = turns_of(s, pass, range.end - range.first);
+  int64_t at = i;
+  if (tile.phase == second_phase(pass)) {
+    const int64_t round = min64(i / s.down_tiles, turns.rounds);
+    at += turns.first + round * turns.in_first;
+    if (round < turns.rounds) at += turns.in_first;
+  } else if (i >= turns.first) {
+    at += ((i - turns.first) / turns.in_first) * s.down_tiles;
+  }
+  return phase_first_tile(s, map.num_blocks, macrobatch, first_phase(pass)) + at;
 }
 
 // ---- weight gradients ----

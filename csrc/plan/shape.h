@@ -39,6 +39,7 @@ struct Shape {
   SourceOrder source_order;
   int32_t rows_in_flight = 0;     // see min_ring_blocks
   int32_t grad_weight_tiles = 0;  // tiles of an expert's weight gradients (backward only)
+  int32_t lead_blocks = 0;        // forward: see order.h
 };
 
 MOK_HD int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -114,6 +115,8 @@ MOK_HD const char* check(const Shape& s) {
   if (s.macrobatch_blocks < s.group_blocks)
     return "macrobatch_blocks must be at least group_blocks";
   if (s.rows_in_flight < 0) return "rows_in_flight must not be negative";
+  if (s.lead_blocks != 0 && s.lead_blocks < s.group_blocks)
+    return "lead_blocks must be 0 or at least group_blocks: a smaller lead deadlocks";
   if (s.grad_weight_tiles < 0) return "grad_weight_tiles must not be negative";
   if (s.ring_blocks < min_ring_blocks(s))
     return "ring_blocks must be at least group_blocks + ceil(rows_in_flight / block_rows): a "

@@ -85,6 +85,7 @@ inline Shape random_shape(Rng& rng, int32_t most_ranks, int32_t most_tokens, int
   s.grad_weight_tiles = pick(rng, 1, 4);
   s.group_blocks = pick(rng, 1, 5);
   s.macrobatch_blocks = s.group_blocks + pick(rng, 0, 7);
+  s.lead_blocks = pick(rng, 0, 2) == 0 ? 0 : s.group_blocks + pick(rng, 0, 4);
   s.rows_in_flight = pick(rng, 0, 8);
   s.ring_blocks = static_cast<int32_t>(jax_mok::plan::min_ring_blocks(s)) + pick(rng, 0, 4);
   s.source_order = pick(rng, 0, 1) == 0 ? SourceOrder::kInterleaved : SourceOrder::kSequential;

@@ -51,13 +51,14 @@ Ids even_ids(const Shape& s) {
 
 constexpr int kRounds = 20;
 
-// Random interleavings. The plan is built from the legal set-up; ring_blocks and hidden_ring may
-// then be smaller than check() allows.
+// Random interleavings. The plan is built from the legal set-up; ring_blocks, hidden_ring and
+// lead_blocks may then be smaller than check() allows.
 Tally many(const Setup& legal, const std::vector<Pass>& passes, const Ids& ids, int32_t ring_blocks,
-           int32_t hidden_ring) {
+           int32_t hidden_ring, int32_t lead_blocks) {
   const Routing routing(legal.shape, ids);
   Setup setup = legal;
   setup.shape.ring_blocks = ring_blocks;
+  setup.shape.lead_blocks = lead_blocks;
   setup.hidden_ring = hidden_ring;
   Rng rng(9);
   Tally tally;
@@ -71,10 +72,12 @@ Tally many(const Setup& legal, const std::vector<Pass>& passes, const Ids& ids, 
   return tally;
 }
 Tally many(const Setup& legal, const std::vector<Pass>& passes, const Ids& ids) {
-  return many(legal, passes, ids, legal.shape.ring_blocks, legal.shape.macrobatch_blocks);
+  return many(legal, passes, ids, legal.shape.ring_blocks, legal.shape.macrobatch_blocks,
+              legal.shape.lead_blocks);
 }
 Tally many(const Setup& legal, int32_t ring_blocks, int32_t hidden_ring) {
-  return many(legal, {Pass::kForward}, even_ids(legal.shape), ring_blocks, hidden_ring);
+  return many(legal, {Pass::kForward}, even_ids(legal.shape), ring_blocks, hidden_ring,
+              legal.shape.lead_blocks);
 }
 
 // Runs through as it is, and is caught with any of these faults in a quarter of the rounds
@@ -121,6 +124,20 @@ TEST(rows_in_flight_need_ring_beyond_the_group) {
   }
   setup.fault = Fault::kNone;  // so the ring need not be larger than a group
   CHECK(many(setup, 3, setup.shape.macrobatch_blocks).done == kRounds);
+}
+
+TEST(lead_smaller_than_a_group_deadlocks) {
+  Setup setup = busy_setup();
+  Shape& s = setup.shape;
+  s.macrobatch_blocks = s.ring_blocks = 12;
+  s.lead_blocks = s.group_blocks;
+  setup.compute_workers = 1;  // several may by luck split the tiles so that it runs through
+  for (int32_t lead : {1, 3, 4}) {
+    const Tally tally =
+        many(setup, {Pass::kForward}, even_ids(s), s.ring_blocks, s.macrobatch_blocks, lead);
+    CHECK((lead >= s.group_blocks ? tally.done : tally.deadlock) == kRounds, "lead ", lead, ": ",
+          tally.deadlock, " deadlocks; ", tally.last);
+  }
 }
 
 TEST(hidden_ring_smaller_than_the_macrobatch_deadlocks) {

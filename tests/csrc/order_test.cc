@@ -51,14 +51,26 @@ std::vector<Tile> naive_order(const Shape& s, const std::vector<int32_t>& block_
       std::reverse(pieces.begin(), pieces.end());
     }
     const auto block_tiles = [&](Phase phase, int32_t tiles) {
+      std::vector<Tile> result;
       for (const Group& g : of_m)
         for (int32_t n = 0; n < tiles; ++n)
           for (int32_t i = 0; i < g.num_blocks; ++i)
-            order.push_back(
+            result.push_back(
                 {phase, forward ? g.first_block + i : g.first_block + g.num_blocks - 1 - i, n});
+      return result;
     };
-    block_tiles(forward ? Phase::kGateUp : Phase::kGradHidden, s.gate_up_tiles);
-    block_tiles(forward ? Phase::kDown : Phase::kGradInput, s.down_tiles);
+    const auto first = block_tiles(forward ? Phase::kGateUp : Phase::kGradHidden, s.gate_up_tiles);
+    const auto second = block_tiles(forward ? Phase::kDown : Phase::kGradInput, s.down_tiles);
+    size_t a = 0, b = 0;
+    const auto take = [&](const std::vector<Tile>& from, size_t& at, size_t tiles) {
+      for (; tiles > 0 && at < from.size(); --tiles) order.push_back(from[at++]);
+    };
+    const bool turns = forward && s.lead_blocks > 0;
+    take(first, a, turns ? static_cast<size_t>(s.lead_blocks) * s.gate_up_tiles : first.size());
+    while (b < second.size()) {
+      take(first, a, s.gate_up_tiles);
+      take(second, b, s.down_tiles);
+    }
     if (forward) continue;
     for (const Group& g : pieces)
       for (int32_t n = 0; n < s.grad_weight_tiles; ++n)
@@ -145,7 +157,8 @@ TEST(order_is_the_naive_one_and_closed_forms_agree) {
 TEST(workers_share_the_order) {
   Rng rng(3);
   for (int round = 0; round < 1500; ++round) {
-    const auto [s, plan] = random_layout(rng, round);
+    auto [s, plan] = random_layout(rng, round);
+    s.lead_blocks = 0;  // phases follow each other
     const BlockMap map = plan.map();
     const int32_t workers = test::pick(rng, 1, 12);
     const int32_t macrobatches = num_macrobatches(s, map.num_blocks);
@@ -266,6 +279,7 @@ TEST(indices_near_the_limit) {
   Rng rng(5);
   for (Pass pass : {Pass::kForward, Pass::kBackward})
     for (int i = 0; i < 20000; ++i) {
+      s.lead_blocks = i % 2 * 50;
       const int64_t index = i < 100 ? all - 1 - i : static_cast<int64_t>(rng() % all);
       const Tile t = tile_at(s, map, pass, index);
       CHECK(t.block >= 0 && t.block < blocks && t.n >= 0 && t.n < 1040);

@@ -174,6 +174,7 @@ TEST(gpu_proportions) {
     s.down_tiles = 3;
     s.group_blocks = 8;
     s.macrobatch_blocks = 48;
+    s.lead_blocks = round % 3 == 0 ? 0 : 12;
     s.source_order = SourceOrder::kInterleaved;
     s.rows_in_flight = 0;
     setup.comm_workers = 6;

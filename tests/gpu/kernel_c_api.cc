@@ -28,6 +28,11 @@ EXPORT void mok_check(const ForwardFacts* facts, char* message, size_t capacity)
 EXPORT size_t mok_workspace_bytes(const ForwardFacts* facts) { return workspace_bytes(*facts); }
 EXPORT size_t mok_heap_bytes(const ForwardFacts* facts) { return heap_bytes(*facts); }
 EXPORT int64_t mok_saved_rows(const ForwardFacts* facts) { return saved_rows(*facts); }
+EXPORT int mok_launch_stage(int stage, const ForwardFacts* facts, int rank,
+                            const ForwardBuffers* buffers, void* stream, const TestHooks* hooks) {
+  return launch_forward(static_cast<CallStage>(stage), *facts, rank, *buffers,
+                        static_cast<cudaStream_t>(stream), *hooks);
+}
 EXPORT int mok_launch(const ForwardFacts* facts, int rank, const ForwardBuffers* buffers,
                       void* stream, const TestHooks* hooks) {
   for (const CallStage stage : kCallStages)
@@ -45,6 +50,12 @@ EXPORT size_t mok_backward_workspace_bytes(const BackwardFacts* facts) {
 }
 EXPORT size_t mok_backward_heap_bytes(const BackwardFacts* facts) {
   return backward_heap_bytes(*facts);
+}
+EXPORT int mok_launch_backward_stage(int stage, const BackwardFacts* facts, int rank,
+                                     const BackwardBuffers* buffers, void* stream,
+                                     const TestHooks* hooks) {
+  return launch_backward(static_cast<CallStage>(stage), *facts, rank, *buffers,
+                         static_cast<cudaStream_t>(stream), *hooks);
 }
 EXPORT int mok_launch_backward(const BackwardFacts* facts, int rank, const BackwardBuffers* buffers,
                                void* stream, const TestHooks* hooks) {

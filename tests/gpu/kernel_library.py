@@ -118,6 +118,7 @@ def _buffers_structure(name, pointers):
         *[(pointer, ctypes.c_void_p) for pointer in pointers.split()],
         ("heaps", ctypes.c_void_p * MAX_RANKS),
         ("status", ctypes.c_void_p),
+        ("call_id", ctypes.c_uint64),
     ]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
@@ -137,7 +138,11 @@ _BackwardBuffers = _buffers_structure(
 
 
 class _Hooks(ctypes.Structure):
-    _fields_ = [("jitter_seed", ctypes.c_uint32), ("absent_rank", ctypes.c_int32)]
+    _fields_ = [
+        ("jitter_seed", ctypes.c_uint32),
+        ("absent_rank", ctypes.c_int32),
+        ("num_sms", ctypes.c_int32),
+    ]
 
 
 STATUS_FIELDS = "code rank phase tile counter value target call".split()
@@ -438,6 +443,96 @@ class BackwardCall(_LayerCall):
         """One call into poisoned memory; returns copies of the gradients, fails on any fault."""
         self._run(**hooks)
         return {name: t.clone() for name, t in self.outputs.items()}
+
+
+STAGES = "publish copy plan work sum".split()
+
+
+class Peers:
+    """The ranks of one layer as launches of their own, as on several GPUs: each on a stream and on
+    its share of the multiprocessors of this one. `outputs`: y or the gradients, of all ranks."""
+
+    def __init__(self, kernels, problem, inputs, settings=Settings(), backward=False):
+        torch, lib, p = kernels.torch, kernels.lib, problem
+        self.kernels, self.problem, self.inputs = kernels, problem, inputs
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        self._num_sms = (multiprocessors - 4) // p.ranks  # some are left to those that wait
+        facts, backward_facts = kernels.facts(p, settings), kernels.backward_facts(p, settings)
+        facts.num_virtual_ranks = backward_facts.num_virtual_ranks = 1
+        heap_bytes = max(
+            lib.mok_heap_bytes(ctypes.byref(facts)),
+            lib.mok_backward_heap_bytes(ctypes.byref(backward_facts)),
+        )
+        self._heaps = Storage(kernels).heaps(p.ranks, heap_bytes)
+        if backward:
+            self._facts, self._launch_stage = backward_facts, lib.mok_launch_backward_stage
+            size, buffers = lib.mok_backward_workspace_bytes, _BackwardBuffers
+            names = [n for n in kernel_cases.GRADIENTS if n in inputs]
+            self.outputs = {
+                kernel_cases.gradient_name(n): torch.full_like(inputs[n], float("nan"))
+                for n in names
+            }
+        else:
+            self._facts, self._launch_stage = facts, lib.mok_launch_stage
+            size, buffers = lib.mok_workspace_bytes, _Buffers
+            self.outputs = {"y": torch.full_like(inputs["x"], float("nan"))}
+        size = size(ctypes.byref(self._facts))
+        # Every byte is part of a NaN, and no counter.
+        workspaces = torch.full((p.ranks, size), 255, dtype=torch.uint8, device=kernels.device)
+        self._status = torch.zeros(
+            p.ranks, len(STATUS_FIELDS), dtype=torch.int32, device=kernels.device
+        )
+        self._tensors = inputs | self.outputs | {"workspace": workspaces, "status": self._status}
+        self._buffers = [buffers() for _ in range(p.ranks)]
+        self.streams = [torch.cuda.Stream() for _ in range(p.ranks)]
+        for rank, of_rank in enumerate(self._buffers):
+            for name, kind in buffers._fields_:
+                if kind is ctypes.c_void_p and name in self._tensors:
+                    tensor = self._tensors[name]
+                    part = tensor.numel() // p.ranks * tensor.element_size()
+                    setattr(of_rank, name, tensor.data_ptr() + rank * part)
+            for r in range(p.ranks):
+                of_rank.heaps[r] = self._heaps[r].data_ptr()
+        kernels.synchronize()
+
+    def launch(self, rank, stages=STAGES, call_id=0, **hooks):
+        buffers = self._buffers[rank]
+        buffers.call_id = call_id
+        hooks = _Hooks(hooks.get("jitter_seed", 0), hooks.get("absent_rank", -1), self._num_sms)
+        for stage in stages:
+            code = self._launch_stage(
+                STAGES.index(stage),
+                ctypes.byref(self._facts),
+                rank,
+                ctypes.byref(buffers),
+                ctypes.c_void_p(self.streams[rank].cuda_stream),
+                ctypes.byref(hooks),
+            )
+            self.kernels.succeed(code)
+
+    def run(self, call_id=0, **hooks):
+        """A call of all ranks; returns copies of the outputs and fails on any fault."""
+        self.kernels.synchronize()
+        for tensor in self.outputs.values():
+            tensor.fill_(float("nan"))
+        self.kernels.synchronize()
+        for rank in range(self.problem.ranks):
+            self.launch(rank, call_id=call_id, **hooks)
+        self.kernels.synchronize()
+        assert not self.faults()
+        return {name: t.clone() for name, t in self.outputs.items()}
+
+    def is_nan(self, rank):
+        """Whether all that a rank's call has left is."""
+        parts = [t.chunk(self.problem.ranks)[rank] for t in self.outputs.values()]
+        return all(bool(part.isnan().all()) for part in parts)
+
+    def faults(self):
+        """{rank: its status record}, of those with a fault; clears them."""
+        records = self._status.tolist()
+        self._status.zero_()
+        self.kernels.synchronize()
+        return {i: dict(zip(STATUS_FIELDS, r)) for i, r in enumerate(records) if r[0] != 0}
 
 
 def check_bad_id(call, fault):

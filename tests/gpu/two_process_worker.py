@@ -68,4 +68,5 @@ with _cuda.testing(absent_rank=0):
     except jax_mok.MokError as e:
         error = str(e)
 assert mine(call()).tobytes() == first.tobytes(), "the call after the failure"
-print(json.dumps({"hash": digest(first), "gradients": grads, "error": error}))
+named = all(heap["named_calls"] for heap in _cuda.heaps())
+print(json.dumps({"hash": digest(first), "gradients": grads, "error": error, "named": named}))
