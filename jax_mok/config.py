@@ -47,7 +47,9 @@ class Config:
         the routing.
       residuals: "save" keeps the gate and up projections of the last macrobatch (on a GPU its
         dispatched tokens too) for the backward pass, which recomputes the rest; "recompute" keeps
-        nothing but the arguments. Both give the same bits.
+        nothing but the arguments. Both give the same bits. Under a `jax.checkpoint` that keeps
+        nothing of the layer, "recompute" is the faster one: what is saved in the forward is thrown
+        away there, and made again by a second forward.
       timeout_seconds: GPU only: how long a rank waits inside the kernel for another before all of
         them give up with `MokError`.
       weight_grad_dtype: dtype of the expert weights' gradients: None = that of the weights, or

@@ -317,6 +317,7 @@ class TestKinds:
             ("gemm_fusion_dot_3", "gemm_fusion_dot.3", "Experts_0/dot", classify.EXPERTS, None),
             ("gemm_fusion_dot_3", "gemm_fusion_dot.3", "moe/router/dot", classify.GEMM, None),
             ("mosaic_gpu_kernel", "custom-call.9", "x/ragged_dot", classify.EXPERTS, None),
+            ("ragged_contracting_dim_dot_sm90_mosaic_gpu_kernel", "", "", classify.EXPERTS, None),
             ("pallas_gmm_kernel", "custom-call.9", "x/pallas_call", classify.EXPERTS, None),
             ("void cutlass::Kernel<GroupProblemShape<x>>", "", "", classify.EXPERTS, None),
             ("cudnn_generated_fort_native_sdpa_sm90_flash", "", "", classify.GEMM, None),
@@ -454,10 +455,12 @@ TRACES = pathlib.Path(__file__).parent / "traces"
 
 
 def unpacked(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """A real trace of one H200 (jax 0.11.2, CUDA 13.0), cut down to one step and to what is read.
+    """A real trace of one H200 (jax 0.11.2, CUDA 13.0), cut down to one step or two and to what is
+    read.
 
-    Three layers in a scan, attention and MoE (4096 tokens, H 1024, I 512, 16 experts, top-4), the
-    MoE in the scopes moe and moe/router, everything in CUDA graphs that were made before the trace.
+    h200_train_step, h200_fused_forward: three layers in a scan, attention and MoE (4096 tokens,
+    H 1024, I 512, 16 experts, top-4), the MoE in the scopes moe and moe/router, everything in CUDA
+    graphs that were made before the trace.
     """
     path = folder / f"{name}.xplane.pb"
     path.write_bytes(gzip.decompress((TRACES / f"{path.name}.gz").read_bytes()))
@@ -494,13 +497,38 @@ def test_real_trace_of_the_fused_forward(tmp_path):
     assert d.busy[classify.EXPERTS] == d.at_most.total == 0
 
 
+def test_real_trace_of_a_step_with_tokamax(tmp_path):
+    """`bench --step --layers 1`: attention and MoE, rematerialised, AdamW; 16384 tokens, H 2048,
+    I 768, 128 experts, top-8. The experts' kernels are Mosaic's and carry only their names."""
+    (d,) = times(unpacked("h200_step_tokamax", tmp_path))
+    assert d.steps.source == "executions of jit_step, found from its kernels"
+    # Three products forward, three again for the backward, six in it.
+    experts = [r for r in d.rows if r.label.kind == classify.EXPERTS]
+    assert sum(r.calls for r in experts) == close(12)
+    assert d.busy[classify.EXPERTS] == close(sum(r.ms for r in experts))
+    assert 15 < d.busy[classify.EXPERTS] < 15.3
+    assert 0 < d.busy[classify.GEMM] < 8.1 and d.unknown < 4.4
+    assert d.by_scope == d.at_most and 1.9 < d.by_scope.rearranging < 2.1
+
+
+def test_real_trace_of_a_step_with_the_fused_layer(tmp_path):
+    """The same step; nothing of the layer is recomputed before its backward."""
+    (d,) = times(unpacked("h200_step_fused", tmp_path))
+    calls = {r.label.scope: r.calls for r in d.rows if r.label.kind == classify.JAX_MOK}
+    # Four kernels of the plan and the one that computes, in each pass.
+    backward = "transpose(jvp(jvp()))/checkpoint/jit(_block)/moe"
+    assert calls == {"jvp(jit(_block))/moe": close(5), backward: close(5)}
+    assert 8 < d.busy[classify.JAX_MOK] < 8.5 and d.busy[classify.EXPERTS] == 0
+    assert d.at_most.total == d.unknown == 0
+
+
 def test_library_kernels_are_found_by_their_place():
     """In a loop's body: a, call.1, b, call.2, call.3; b and a have kernels of their own names."""
     target = "__cublas$lt$matmul"
     of = lambda name, scope, target="": hlo.Instruction(name, "x", target, scope, ())
 
-    def program(*scopes):
-        calls = [of(f"call.{i}", s, target) for i, s in enumerate(scopes, start=1)]
+    def program(*scopes, targets=(target,) * 3):
+        calls = [of(f"call.{i}", *pair) for i, pair in enumerate(zip(scopes, targets), start=1)]
         a, b = of("a.1", "a"), of("b.1", "b")
         body = [a, calls[0], b, *calls[1:]]
         return hlo.Program({i.name: i for i in body}, [[i.name for i in body]])
@@ -519,6 +547,11 @@ def test_library_kernels_are_found_by_their_place():
     assert found(other_scopes, *split) == ["b.1", None, None, None, "a.1"]
     same_scope = program("moe/dot", "moe/dot", "moe/dot")
     assert found(same_scope, *split) == ["b.1", "call.2", "call.2", "call.2", "a.1"]
+    # Kernels of Mosaic and those of libraries do not stand for each other.
+    mixed = program("moe/dot", "moe/dot", "moe/dot", targets=(target, "mosaic_gpu_v2", target))
+    mosaic = "ragged_dot_mosaic_gpu_kernel"
+    assert found(mixed, "b_1", mosaic, "lib", "lib", "a_1")[1:-1] == ["call.2", "call.3", "call.3"]
+    assert found(same_scope, "b_1", mosaic, "lib", "lib", "a_1")[1:-1] == [None, "call.2", "call.3"]
     # Copies in between are no calls; a kernel after the last known one stays unknown.
     copies = ["a_1", "memcpy128", "lib", "Memset 0", "b_1", "lib"]
     assert found(other_scopes, *copies) == ["a.1", None, "call.1", None, "b.1", None]

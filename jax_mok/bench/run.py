@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="of --step; default: as many as fit")
     parser.add_argument("--sequence", type=int, help="tokens of a sequence of --step")
+    parser.add_argument(
+        "--trace",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="of --step, on GPUs: keep a trace of each candidate there, and say what its time "
+        "goes to",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

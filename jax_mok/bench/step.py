@@ -8,13 +8,14 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
+import re
 import time
 
 import jax
 import jax.numpy as jnp
 
 import jax_mok
-from jax_mok.bench import candidates, report, timing
+from jax_mok.bench import breakdown, candidates, report, timing
 from jax_mok.bench.problem import dtype_of, shapes_of
 from jax_mok.bench.stack import Stack, Training, no_experts
 
@@ -27,6 +28,8 @@ WITHOUT = "without experts"
 def main(args) -> int:
     if importlib.util.find_spec("optax") is None:
         raise SystemExit("bench --step needs optax.")
+    if args.trace and jax.default_backend() != "gpu":
+        raise SystemExit("bench --step --trace needs GPUs: there are no kernels in other traces.")
     stack = stack_of(args)
     attention = attention_implementation(stack)
     training = Training(stack, attention)
@@ -124,6 +127,10 @@ def measure(training: Training, args) -> dict:
     runs = {name: functools.partial(run, step) for name, step in steps.items()}
     times = timing.in_turns(runs, (), rounds=args.rounds, seconds=args.seconds)
     jax_mok.check_status()
+    if args.trace:
+        for name, step_of in runs.items():
+            kept = args.trace / re.sub(r"\W+", "_", name).strip("_")
+            rows[name]["ms_by_kind"] = breakdown.trace_calls(step_of, kept)
     without = times.pop(WITHOUT).median
     for name, measured in times.items():
         ms = measured.median
@@ -137,11 +144,13 @@ def measure(training: Training, args) -> dict:
             "experts_share": 1 - without / ms,
             "peer_heap_bytes": timing.peer_heap_bytes() if candidates.is_ours(name) else None,
         }
-    del histories[WITHOUT], rows[WITHOUT]
+    del histories[WITHOUT]
+    without_row = rows.pop(WITHOUT)
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "rows": list(rows.values()),
         "without_experts_ms": without,
+        "without_experts_ms_by_kind": without_row.get("ms_by_kind"),
         "device_peak_bytes": stats.get("peak_bytes_in_use"),
         "disagreements": disagreements(histories),
     }
@@ -243,3 +252,5 @@ def _print(record, training: Training) -> None:
         f"passes); most of XLA's memory in use in the whole run: "
         f"{gigabytes(record['device_peak_bytes'])} GB"
     )
+    if by_kind := record["without_experts_ms_by_kind"]:
+        breakdown.print_breakdown([*ran, {"candidate": WITHOUT, "ms_by_kind": by_kind}])

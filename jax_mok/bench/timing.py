@@ -82,11 +82,12 @@ def matmul_ceiling(dtype, *, seconds: float = 0.5) -> float:
 
 
 def memory_of(compiled) -> dict[str, int | None]:
-    """What XLA planned for a program on one device: scratch memory, and the most alive at once."""
+    """What XLA planned for a program on one device: scratch memory, and the most alive at once
+    (None where it does not know, as of programs from JAX's compilation cache)."""
     analysis = compiled.memory_analysis()
     return {
         "temp_bytes": getattr(analysis, "temp_size_in_bytes", None),
-        "peak_bytes": getattr(analysis, "peak_memory_in_bytes", None),
+        "peak_bytes": getattr(analysis, "peak_memory_in_bytes", None) or None,
     }
 
 

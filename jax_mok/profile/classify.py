@@ -53,8 +53,8 @@ _COLLECTIVES_OF_KERNELS = {
 }
 _DISPATCH_OP = re.compile(r"all-to-all|(deep|hybrid)_?ep", re.IGNORECASE)
 _GROUPED = re.compile(
-    r"ragged[_-]?dot|grouped[_-]?(gemm|matmul|mm|dot)|GroupProblemShape|(?<![a-z])t?gmm(?![a-z])|"
-    r"moe_?gemm|megablox",
+    r"ragged[_-]?(\w+_)?dot|grouped[_-]?(gemm|matmul|mm|dot)|GroupProblemShape|"
+    r"(?<![a-z])t?gmm(?![a-z])|moe_?gemm|megablox",
     re.IGNORECASE,
 )
 _GEMM_TARGET = re.compile(r"cublas|cudnn\$(?!fmha|norm)|gemm|matmul", re.IGNORECASE)

@@ -2,7 +2,8 @@
 
 XLA's annotations name it, except in CUDA graphs (which XLA calls command buffers): there a kernel
 carries no more than its own name. XLA names the kernels that it compiles after the instruction.
-Those of libraries (cuBLAS) are found by their place: between which instructions they run.
+Those of libraries (cuBLAS) and of Mosaic are found by their place: between which instructions they
+run.
 """
 
 import collections
@@ -11,8 +12,9 @@ import re
 from jax_mok.profile.hlo import Instruction, Program, Programs
 from jax_mok.profile.trace import Kernel
 
-# Custom calls whose kernels belong to a library.
+# Custom calls whose kernels belong to a library; those that Mosaic compiles, and its kernels.
 _LIBRARY = re.compile(r"^__(cublas|cudnn|cub)")
+_MOSAIC = re.compile(r"mosaic_gpu")
 # What a graph holds beside kernels of instructions.
 _NO_OP = re.compile(r"^(memcpy|memset)", re.IGNORECASE)
 
@@ -42,7 +44,7 @@ def _by_name(kernel: Kernel, programs: Programs) -> Instruction | None:
 
 
 def _by_place(kernels: list[Kernel], found: list[Instruction | None], programs: Programs) -> None:
-    """Fills in library kernels, run by run: a run lies between two kernels that are known."""
+    """Fills in kernels that XLA did not name, run by run: a run lies between two known kernels."""
     seen = {(k.program_id, i.name) for k, i in zip(kernels, found) if i is not None}
     before: dict[int, Instruction] = {}  # the last known instruction of each program
     runs: dict[int, list[int]] = collections.defaultdict(list)  # of each program, since then
@@ -51,11 +53,18 @@ def _by_place(kernels: list[Kernel], found: list[Instruction | None], programs: 
         if found[n] is not None:
             if run := runs.pop(program_id, None):
                 calls = _calls(programs[program_id], program_id, before, found[n], seen)
-                for place, call in zip(run, _share(calls, len(run))):
-                    found[place] = call
+                for mosaic in (False, True):
+                    its = [c for c in calls if _is_mosaic(c.target) == mosaic]
+                    places = [p for p in run if _is_mosaic(kernels[p].name) == mosaic]
+                    for place, call in zip(places, _share(its, len(places))):
+                        found[place] = call
             before[program_id] = found[n]
         elif not kernel.hlo_op and not _NO_OP.match(kernel.name):
             runs[program_id].append(n)
+
+
+def _is_mosaic(name: str) -> bool:
+    return _MOSAIC.search(name) is not None
 
 
 def _share(calls: list[Instruction], count: int) -> list[Instruction | None]:
@@ -74,8 +83,9 @@ def _calls(
     after: Instruction,
     seen: set[tuple[int, str]],
 ) -> list[Instruction]:
-    """Library calls that XLA schedules between two instructions, one after the other or (at an end
-    of a loop's body) in different sequences, with no instruction between that has kernels."""
+    """Calls of libraries and Mosaic that XLA schedules between two instructions, one after the
+    other or (at an end of a loop's body) in different sequences, with no instruction between that
+    has kernels."""
 
     def walk(start: Instruction, step: int) -> tuple[list[Instruction], Instruction | None]:
         calls = []
@@ -84,7 +94,7 @@ def _calls(
             instruction = program.instructions[program.sequences[number][place]]
             if (program_id, instruction.name) in seen:
                 return calls, instruction
-            if _LIBRARY.match(instruction.target):
+            if _LIBRARY.match(instruction.target) or _is_mosaic(instruction.target):
                 calls.append(instruction)
         return calls, None
 

@@ -237,6 +237,55 @@ TEST(saved_rows_are_not_in_the_ring) {
              {{Fault::kIgnoresSaved, "ignores what is saved"}});
 }
 
+TEST(memory_used_in_another_way_is_waited_for) {
+  Setup setup = busy_backward_setup();
+  const Ids ids = even_ids(setup.shape);
+  const Control before = {Fault::kNoRoomBeforeHidden, "before recomputed hidden gradients"},
+                after = {Fault::kNoRoomAfterHidden, "after them"};
+  all_caught(setup, {Pass::kBackward}, ids, {before, after});
+  // One macrobatch.
+  setup.shape.macrobatch_blocks = setup.shape.ring_blocks = 16;
+  all_caught(setup, {Pass::kBackward}, ids, {before, after});
+  // Some blocks are saved and others are not, also of one macrobatch.
+  setup = busy_backward_setup();
+  setup.save = true;
+  all_caught(setup, {Pass::kForward, Pass::kBackward}, ids,
+             {after, {Fault::kNoRoomBetweenHiddens, "between recomputed and saved ones"}});
+  // All are.
+  setup.grad.shared_hidden_tiles = setup.grad.shared_weights = 0;
+  setup.shape.macrobatch_blocks = setup.shape.ring_blocks = 16;
+  all_caught(setup, {Pass::kForward, Pass::kBackward}, ids,
+             {{Fault::kNoRoomAfterSaved, "after saved ones"}});
+  // The stages are the same, and the outbox has been read when consumers take it as a whole.
+  setup = busy_backward_setup();
+  setup.save = true;
+  setup.fault = Fault::kNoRoomBeforeSaved;
+  const Tally tally = many(setup, {Pass::kForward, Pass::kBackward}, ids);
+  CHECK(tally.done == kRounds, tally.last);
+}
+
+// Workers whose hidden gradients are followed at once by weights of an expert without rows: no
+// stage of those tells the consumers that the others have done with the outbox.
+TEST(weights_without_rows_wait_for_the_outbox) {
+  Setup setup = busy_setup();
+  Shape& s = setup.shape;
+  s.num_ranks = 1;
+  s.num_tokens = s.block_rows = 4;
+  s.down_tiles = 1;
+  s.grad_weight_tiles = 4;
+  s.group_blocks = s.macrobatch_blocks = s.ring_blocks = 1;
+  const Ids ids = even_ids(s);
+  s.num_local_experts = 4;
+  setup.compute_workers = 4;
+  setup.grad.panels = 2;
+  setup.weight_panels = 4;
+  for (const bool save : {false, true}) {
+    setup.save = save;
+    all_caught(setup, {Pass::kForward, Pass::kBackward}, ids,
+               {{Fault::kNoRoomForEmpty, "weights of nobody"}});
+  }
+}
+
 TEST(experts_without_rows_have_gradients) {
   Setup setup = busy_backward_setup();
   const Ids ids = even_ids(setup.shape);

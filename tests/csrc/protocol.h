@@ -51,9 +51,16 @@ enum class Fault {
   kNoOutboxFull,
   kNoOutboxRead,     // a slot of the outbox is given back before it has been read
   kNoHiddenWritten,  // hidden gradients are told of before they are written
-  kNothingForEmpty,  // experts without rows are left out
-  kSkipsRows,        // the second half of a last block is left out, though it has rows
-  kIgnoresSaved,     // saved tokens, which are not pulled, are looked for in the ring
+  // Shared memory that is used in another way is not waited for: see make_room().
+  kNoRoomBeforeHidden,    // for recomputed hidden gradients
+  kNoRoomAfterHidden,     // after them
+  kNoRoomBetweenHiddens,  // between recomputed and saved ones
+  kNoRoomBeforeSaved,     // for saved ones, after anything but recomputed ones
+  kNoRoomAfterSaved,      // after them, but for recomputed ones
+  kNoRoomForEmpty,        // by consumers, for weights of an expert without rows
+  kNothingForEmpty,       // experts without rows are left out
+  kSkipsRows,             // the second half of a last block is left out, though it has rows
+  kIgnoresSaved,          // saved tokens, which are not pulled, are looked for in the ring
 };
 
 struct Setup {
@@ -203,7 +210,7 @@ struct RingCursor {
 };
 
 // ---- shared memory of a compute worker in the backward ----
-constexpr int32_t kTileRing = 4, kStages = 3, kOutboxSlots = 4;
+constexpr int32_t kTileRing = 4, kStages = 3, kPairs = 2, kOutboxSlots = 4;
 
 enum class GradWork {
   kHidden,
@@ -226,13 +233,32 @@ struct GradTile {
   int32_t open_in = -1, open_out = -1;  // weights: buffers of open sums
 };
 
+// How tiles use shared memory.
+enum class SharedUse { kNone, kHidden, kHiddenSaved, kOther };
+inline SharedUse shared_use(GradWork work) {
+  return work == GradWork::kHidden        ? SharedUse::kHidden
+         : work == GradWork::kHiddenSaved ? SharedUse::kHiddenSaved
+                                          : SharedUse::kOther;
+}
+
 struct ComputeWorker {
   std::array<GradTile, kTileRing> tiles;
   std::array<Barrier, kTileRing> known, ready, done, released;
-  std::array<std::vector<uint64_t>, kStages> stages;
   std::array<Barrier, kStages> stage_full, stage_empty;
-  std::array<std::vector<uint64_t>, kOutboxSlots> outbox;
+  std::array<Barrier, 2 * kPairs> pair_full, pair_empty;
   std::array<Barrier, kOutboxSlots> outbox_full, outbox_empty;
+  // Stages, then the outbox. Recomputed hidden gradients have two pairs of stages of their own, in
+  // the same place, of which the last reaches into the outbox. Behind it every consumer warp has a
+  // piece of the outbox where it turns hidden gradients, recomputed or not, into rows.
+  std::vector<uint64_t> memory;
+  size_t stage_size = 0, slot_size = 0;
+
+  uint64_t* stage(int32_t i) { return &memory[i * stage_size]; }
+  uint64_t* slot(int32_t i) { return &memory[kStages * stage_size + i * slot_size]; }
+  uint64_t* pair_stage(int32_t i) { return i < kStages ? stage(i) : slot(i - kStages); }
+  uint64_t* staging(int32_t warp, int32_t rows) {
+    return slot(2 * kPairs - kStages) + int64_t{warp} * 3 * rows;
+  }
 
   void reset(const Setup& setup) {
     const auto all = [](auto& barriers, int32_t arrivals) {
@@ -244,13 +270,15 @@ struct ComputeWorker {
     all(released, 1);
     all(stage_full, 1);
     all(stage_empty, setup.consumer_warps);
+    all(pair_full, 1);
+    all(pair_empty, setup.consumer_warps);
     all(outbox_full, setup.consumer_warps);
     all(outbox_empty, 1);
     const size_t most_columns = setup.grad.hidden_columns(
         std::max(setup.shape.gate_up_tiles, setup.grad.shared_hidden_tiles));
-    for (auto& stage : stages) stage.assign(setup.shape.block_rows * (2 * most_columns + 1), 0);
-    for (auto& slot : outbox)
-      slot.assign(std::max(setup.shape.block_rows, setup.consumer_warps), 0);
+    stage_size = setup.shape.block_rows * (2 * most_columns + 1);
+    slot_size = setup.shape.block_rows;
+    memory.assign(kStages * stage_size + kOutboxSlots * slot_size, 0);
   }
 };
 

@@ -17,20 +17,47 @@ class GradLoader : public ComputeRole {
  private:
   RingCursor<kTileRing> at_;
   RingCursor<kStages> to_;
-  // Of a stage: copies not landed yet, and values asked for.
-  std::array<int32_t, kStages> left_{};
-  int32_t filled_ = 0;
+  RingCursor<kPairs> pair_to_;
+  SharedUse use_ = SharedUse::kNone;
+  // A stage of either kind that is being filled.
+  struct Filling {
+    Barrier* full = nullptr;
+    int32_t left = 0;  // copies not landed yet
+  };
+  std::array<Filling, kStages> filling_;
+  std::array<Filling, 2 * kPairs> pair_filling_;
+  Filling* current_ = nullptr;
+  uint64_t* fill_ = nullptr;  // where the next values go
 
   Program run() override {
     at_ = {};
     to_ = {};
+    pair_to_ = {};
+    use_ = SharedUse::kNone;
     for (;; at_.advance()) {
       co_await wait(cta_.known[at_.slot()], at_.parity());
       const GradTile tile = cta_.tiles[at_.slot()];
+      co_await make_room(tile);
       if (tile.work == GradWork::kEnd) co_return;
       co_await load(tile);
       cta_.done[at_.slot()].arrive();
     }
+  }
+
+  // Memory that is used in another way than before: first everybody must have done with it.
+  Program make_room(GradTile t) {
+    const SharedUse before = use_;
+    use_ = shared_use(t.work);
+    if (use_ == before || before == SharedUse::kNone || fault(missing_wait(before, use_)))
+      co_return;
+    const RingCursor<kTileRing> last = {at_.count - 1};
+    co_await wait(cta_.released[last.slot()], last.parity());
+  }
+  static Fault missing_wait(SharedUse before, SharedUse next) {
+    if (next == SharedUse::kOther)
+      return before == SharedUse::kHidden ? Fault::kNoRoomAfterHidden : Fault::kNoRoomAfterSaved;
+    if (before != SharedUse::kOther) return Fault::kNoRoomBetweenHiddens;
+    return next == SharedUse::kHidden ? Fault::kNoRoomBeforeHidden : Fault::kNoRoomBeforeSaved;
   }
 
   Program load(GradTile t) {
@@ -41,14 +68,12 @@ class GradLoader : public ComputeRole {
     const int32_t all = s.block_rows, half = s.block_rows / 2;
     switch (t.work) {
       case GradWork::kHidden:  // x and dy take turns
-        for (int32_t panel = 0; panel < panels(); ++panel) {
-          co_await open_stage();
-          load_tokens(t, x, tokens, all);
-          close_stage();
-          co_await open_stage();
-          load_tokens(t, dy, tokens, all);
-          close_stage();
-        }
+        for (int32_t panel = 0; panel < panels(); ++panel, pair_to_.advance())
+          for (const auto* array : {&x, &dy}) {
+            co_await open_pair(array == &dy);
+            load_tokens(t, *array, tokens, all);
+            landed(*current_);
+          }
         break;
       case GradWork::kHiddenSaved:
         co_await open_stage();
@@ -89,28 +114,40 @@ class GradLoader : public ComputeRole {
 
   // The next stage is free, and the tile's rows can be loaded.
   Program open_stage() {
-    const int32_t stage = to_.slot();
-    if (!fault(Fault::kNoStageEmpty)) co_await wait(cta_.stage_empty[stage], to_.parity() ^ 1);
-    if (!fault(Fault::kNoReady)) co_await wait(cta_.ready[at_.slot()], at_.parity());
-    filled_ = 0;
-    left_[stage] = 1;  // close_stage()
+    const int32_t i = to_.slot();
+    if (!fault(Fault::kNoStageEmpty)) co_await wait(cta_.stage_empty[i], to_.parity() ^ 1);
+    co_await rows_ready();
+    fill(filling_[i], cta_.stage_full[i], cta_.stage(i));
   }
   void close_stage() {
-    landed(to_.slot());
+    landed(*current_);
     to_.advance();
   }
-  void landed(int32_t stage) {
-    if (--left_[stage] == 0) cta_.stage_full[stage].arrive();
+  Program open_pair(bool narrow) {
+    const int32_t i = 2 * pair_to_.slot() + narrow;
+    if (!fault(Fault::kNoStageEmpty)) co_await wait(cta_.pair_empty[i], pair_to_.parity() ^ 1);
+    co_await rows_ready();
+    fill(pair_filling_[i], cta_.pair_full[i], cta_.pair_stage(i));
+  }
+  Until rows_ready() {
+    if (fault(Fault::kNoReady)) return pause();
+    return wait(cta_.ready[at_.slot()], at_.parity());
+  }
+  void fill(Filling& filling, Barrier& full, uint64_t* to) {
+    filling = {&full, 1};  // until all copies are asked for
+    current_ = &filling;
+    fill_ = to;
+  }
+  static void landed(Filling& filling) {
+    if (--filling.left == 0) filling.full->arrive();
   }
   void load_rows(const std::vector<uint64_t>& from, int64_t first, int32_t count) {
-    const int32_t stage = to_.slot();
-    ++left_[stage];
-    if (count > 0)
-      loads_.add({&from[first], &cta_.stages[stage][filled_], count, 1, ~uint64_t{0},
-                  [this, stage] { landed(stage); }});
-    else
-      landed(stage);
-    filled_ += count;
+    if (count > 0) {
+      ++current_->left;
+      loads_.add({&from[first], fill_, count, 1, ~uint64_t{0},
+                  [filling = current_] { landed(*filling); }});
+    }
+    fill_ += count;
   }
   // Rows past the end of the local tokens are whatever lies there.
   void load_tokens(const GradTile& t, const std::vector<uint64_t>& from, int64_t row,
@@ -118,7 +155,7 @@ class GradLoader : public ComputeRole {
     const int32_t there =
         t.shared ? static_cast<int32_t>(std::clamp<int64_t>(s.num_tokens - row, 0, rows)) : rows;
     load_rows(from, row, there);
-    filled_ += rows - there;
+    fill_ += rows - there;
   }
   void load_hidden(const GradTile& t, const std::vector<uint64_t>& from, int64_t row,
                    int32_t rows) {
@@ -135,6 +172,7 @@ class GradConsumer : public ComputeRole {
  private:
   RingCursor<kTileRing> at_;
   RingCursor<kStages> from_;
+  RingCursor<kPairs> pair_from_;
   RingCursor<kOutboxSlots> to_;
   // Stages of the product so far, as they were when they were given back.
   std::vector<std::vector<uint64_t>> product_;
@@ -146,6 +184,7 @@ class GradConsumer : public ComputeRole {
   Program run() override {
     at_ = {};
     from_ = {};
+    pair_from_ = {};
     to_ = {};
     for (;; at_.advance()) {
       co_await wait(cta_.known[at_.slot()], at_.parity());
@@ -154,7 +193,7 @@ class GradConsumer : public ComputeRole {
       switch (tile.work) {
         case GradWork::kHidden:
           for (int32_t panel = 0; panel < panels(); ++panel) {
-            co_await multiply(2);
+            co_await multiply_pair();
             co_await hidden_panel(tile, panel, [&](int32_t row) {
               return gate_up_value(product_[0][row], expert(tile), tile.n);
             });
@@ -202,9 +241,20 @@ class GradConsumer : public ComputeRole {
     co_await pause();
     give_back(before.slot());
   }
-  void give_back(int32_t stage) {
-    product_.push_back(cta_.stages[stage]);
-    cta_.stage_empty[stage].arrive();
+  // The product's stages: x, then dy.
+  Program multiply_pair() {
+    product_.clear();
+    for (int32_t i = 2 * pair_from_.slot(); i <= 2 * pair_from_.slot() + 1; ++i) {
+      co_await wait(cta_.pair_full[i], pair_from_.parity());
+      co_await pause();
+      read_stage(cta_.pair_stage(i), s.block_rows, cta_.pair_empty[i]);
+    }
+    pair_from_.advance();
+  }
+  void give_back(int32_t i) { read_stage(cta_.stage(i), cta_.stage_size, cta_.stage_empty[i]); }
+  void read_stage(const uint64_t* stage, size_t size, Barrier& empty) {
+    product_.emplace_back(stage, stage + size);
+    empty.arrive();
   }
 
   // ---- outbox ----
@@ -213,29 +263,39 @@ class GradConsumer : public ComputeRole {
     if (fault(Fault::kNoOutboxEmpty)) return pause();
     return wait(cta_.outbox_empty[at.slot()], at.parity() ^ 1);
   }
-  std::vector<uint64_t>& slot(int32_t ahead) {
-    return cta_.outbox[RingCursor<kOutboxSlots>{to_.count + ahead}.slot()];
+  uint64_t* slot(int32_t ahead) {
+    return cta_.slot(RingCursor<kOutboxSlots>{to_.count + ahead}.slot());
   }
   void close(int32_t slots) {
     for (int32_t i = 0; i < slots; ++i, to_.advance()) cta_.outbox_full[to_.slot()].arrive();
   }
 
-  // The product's last stage holds dy.
+  // The product's last stage holds dy. Results become rows in the warp's own piece of the outbox,
+  // and the warp itself stores them.
   Program hidden_panel(const GradTile& t, int32_t panel, std::function<uint64_t(int32_t)> gate_up) {
     const std::vector<uint64_t>& dy = product_.back();
-    for (int32_t i = 0; i < 3; ++i) co_await open(i);
+    const int32_t rows = s.block_rows / warps();
+    for (int32_t i = 0; i < kOutboxSlots; ++i) co_await open(i);
+    uint64_t* const staging = cta_.staging(warp(), rows);
     std::vector<uint64_t> h;
     for (int32_t row = first_row(); row < end_row(); ++row) {
       const HiddenGradient value = is_padding_row(t, row)
                                        ? HiddenGradient{kPaddingValue, kPaddingValue, kPaddingValue}
                                        : hidden_gradient(gate_up(row), dy[row], panel);
-      slot(0)[row] = value.h;
-      slot(1)[row] = value.d_gate;
-      slot(2)[row] = value.d_up;
+      uint64_t* const to = staging + (row - first_row());
+      to[0] = value.h;
+      to[rows] = value.d_gate;
+      to[2 * rows] = value.d_up;
       h.push_back(value.h);
     }
     co_await pause();
-    close(3);
+    HiddenRows& to = hidden_rows(t);
+    const uint64_t* from = staging;
+    for (auto* array : {&to.h, &to.d_gate, &to.d_up}) {
+      for (int32_t row = first_row(); row < end_row(); ++row)
+        (*array)[(hidden_row(t, t.block) + row) * columns(t) + t.n * panels() + panel] = *from++;
+      co_await pause();
+    }
     for (int32_t row = first_row(); row < end_row(); ++row)
       store_dot(t, row, t.n * panels() + panel, dot_value(h[row - first_row()]));
   }
@@ -270,6 +330,11 @@ class GradConsumer : public ComputeRole {
 
   Program weight(const GradTile& t) {
     uint64_t sum = 0;
+    // No stage tells that the tile before has done with the outbox.
+    if (t.num_stages == 0 && at_.count > 0 && !fault(Fault::kNoRoomForEmpty)) {
+      const RingCursor<kTileRing> last = {at_.count - 1};
+      co_await wait(cta_.released[last.slot()], last.parity());
+    }
     if (t.open_in >= 0) sum = open_sum(t.open_in, t, warp());
     co_await multiply(t.num_stages);
     const int32_t half = s.block_rows / 2, width = columns(t);
@@ -349,8 +414,11 @@ class Storer : public ComputeRole {
       co_await wait(cta_.known[slot], tile_at_.parity());
       const GradTile tile = cta_.tiles[slot];
       if (tile.work == GradWork::kEnd) break;
+      const bool hidden = tile.work == GradWork::kHidden || tile.work == GradWork::kHiddenSaved;
+      if (hidden && fault(Fault::kNoHiddenWritten)) tell_hidden(tile);
       co_await store(tile);
       if (!fault(Fault::kNoDone)) co_await wait(cta_.done[slot], tile_at_.parity());
+      if (hidden && !fault(Fault::kNoHiddenWritten)) tell_hidden(tile);
       if (tile.work == GradWork::kMacrobatchEnd) signal(me.macrobatch_done[tile.block]);
       cta_.released[slot].arrive();
     }
@@ -359,10 +427,6 @@ class Storer : public ComputeRole {
 
   Program store(GradTile t) {
     switch (t.work) {
-      case GradWork::kHidden:
-      case GradWork::kHiddenSaved:
-        co_await store_hidden(t);
-        break;
       case GradWork::kInput:
         co_await store_input(t);
         break;
@@ -375,16 +439,8 @@ class Storer : public ComputeRole {
     }
   }
 
-  Program store_hidden(GradTile t) {
-    HiddenRows& to = hidden_rows(t);
-    for (int32_t panel = 0; panel < panels(); ++panel) {
-      const int64_t first = hidden_row(t, t.block) * columns(t) + t.n * panels() + panel;
-      std::vector<Copies::Copy> copies;
-      for (auto* array : {&to.h, &to.d_gate, &to.d_up})
-        copies.push_back({nullptr, &(*array)[first], s.block_rows, columns(t), ~uint64_t{0}, {}});
-      co_await pass_on(std::move(copies));
-    }
-    if (!fault(Fault::kNoHiddenWritten)) co_await until([this] { return stores_.written(0); });
+  // What the consumers have stored can be read.
+  void tell_hidden(const GradTile& t) {
     if (t.shared) {
       signal(me.shared_full[t.block]);
       signal(me.all_shared_full);
@@ -397,13 +453,14 @@ class Storer : public ComputeRole {
     for (int32_t panel = 0; panel < w.setup.weight_panels; ++panel) {
       Results& to = weight_results(t);
       const int64_t first = weight_index(t, panel, 0);
-      const auto landed = [this, &to, first] {
-        for (int32_t warp = 0; warp < warps(); ++warp)
-          to.written(first + warp, epoch(), "weight gradient written twice");
-      };
-      std::vector<Copies::Copy> copies;
-      copies.push_back({nullptr, &to.values[first], warps(), 1, ~uint64_t{0}, landed});
-      co_await pass_on(std::move(copies));
+      co_await wait_full(at_);
+      stores_.add(
+          {cta_.slot(at_.slot()), &to.values[first], warps(), 1, ~uint64_t{0}, [this, &to, first] {
+             for (int32_t warp = 0; warp < warps(); ++warp)
+               to.written(first + warp, epoch(), "weight gradient written twice");
+           }});
+      stores_.commit();
+      co_await give_back(1);
     }
   }
 
@@ -427,27 +484,15 @@ class Storer : public ComputeRole {
         to = &source.slots;
         index = combine_slot(route.token, route.slot, s.num_tokens) * s.down_tiles + t.n;
       }
-      const auto& from =
-          cta_.outbox[RingCursor<kOutboxSlots>{at_.count + row % kOutboxSlots}.slot()];
-      stores_.add({&from[row], &to->values[index], 1, 1, ~uint64_t{0},
+      const uint64_t* from =
+          cta_.slot(RingCursor<kOutboxSlots>{at_.count + row % kOutboxSlots}.slot());
+      stores_.add({from + row, &to->values[index], 1, 1, ~uint64_t{0},
                    [this, to, index] { to->written(index, epoch(), "dx slot written twice"); }});
     }
     stores_.commit();
     co_await give_back(kOutboxSlots);
   }
 
-  // The next slots, filled together, go to these places.
-  Program pass_on(std::vector<Copies::Copy> copies) {
-    RingCursor<kOutboxSlots> at = at_;
-    for (Copies::Copy& copy : copies) {
-      co_await wait_full(at);
-      copy.from = cta_.outbox[at.slot()].data();
-      stores_.add(std::move(copy));
-      at.advance();
-    }
-    stores_.commit();
-    co_await give_back(static_cast<int32_t>(copies.size()));
-  }
   Until wait_full(const RingCursor<kOutboxSlots>& at) {
     if (fault(Fault::kNoOutboxFull)) return pause();
     return wait(cta_.outbox_full[at.slot()], at.parity());
