@@ -427,8 +427,10 @@ def _describe(fault: dict[str, int]) -> str:
             f"not {fault['target']}"
         )
     if code == _PEER_FAULT:
-        return where + f"rank {counter} " + (
-            "gave the call up" if fault["value"] else "is at another call of its program"
+        return (
+            where
+            + f"rank {counter} "
+            + ("gave the call up" if fault["value"] else "is at another call of its program")
         )
     if code in (_ID_OUT_OF_RANGE, _ID_REPEATED):
         # In the words of csrc/plan/host_plan.h, which has the other implementations' message.

@@ -51,7 +51,8 @@ class Schedule:
       groups: [G, 3], (first block, number of blocks, expert), in ascending order.
       segments: [S, 3], the same for segments.
       tiles: [N, 3], (phase, block, n) in the order of the forward pass: for each macrobatch all
-        `GATE_UP` tiles, then all `DOWN` tiles; inside a group the block runs fastest.
+        `GATE_UP` tiles, then all `DOWN` tiles; inside a group the block runs fastest. (On GPUs the
+        two take turns after a while; no bit depends on it.)
       backward_tiles: the same for the backward pass, which goes from the last block to the first:
         for each macrobatch `GRAD_HIDDEN`, `GRAD_INPUT`, then one `GRAD_WEIGHT` tile per segment,
         named by its last block, which adds up the segment's blocks in descending order.

@@ -96,7 +96,8 @@ def synchronize(tree: Any = None) -> Any:
 def peer_memory() -> list[dict[str, int]]:
     """Memory that GPUs of this process hold for their peers to read and write, outside XLA's pool.
 
-    One dict for each heap: {"device", "rank", "num_ranks", "bytes", "used_bytes", "calls"}. All
+    One dict for each heap: {"device", "rank", "num_ranks", "bytes", "used_bytes", "calls",
+    "named_calls"}, the last one: whether ranks tell calls apart by XLA's id of the run. All
     layers of a device and expert group share one. It is as large as the largest call needed; a
     larger call makes a new one, and the old one stays for programs that have its address.
     """

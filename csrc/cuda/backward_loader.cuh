@@ -39,15 +39,20 @@ class GradLoader {
 
   __device__ void run() {
     for (;; at_.advance()) {
-      if (!wait_barrier(&ring_.known[at_.slot()], at_.parity(), cta_abort_)) return;
+      if (!wait_barrier(&ring_.known[at_.slot()], at_.parity(), cta_abort_)) break;
       const GradTile tile = ring_.tiles[at_.slot()];
       *progress_ = tile.progress;
-      if (!make_room(tile)) return;
-      if (tile.work == GradWork::kEnd) return;
+      if (!make_room(tile)) break;
+      if (tile.work == GradWork::kEnd) break;
       ready_ = false;
-      if (!load(tile)) return;
+      if (!load(tile)) break;
       mbarrier_arrive(&ring_.done[at_.slot()]);
     }
+    // Only of a call that is given up something may still be on its way.
+#pragma unroll 1
+    for (int i = 0; i < kBackwardStages; ++i) last_.wait(i, &barriers_.full[i]);
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) last_.wait(kBackwardStages + i, &pair_barriers_.full[0][0] + i);
   }
 
  private:
@@ -102,8 +107,9 @@ class GradLoader {
         if (!begin_pair(0, kABytes + kBBytes)) return false;
         load_panels(full, wide, m.gate, column, gate_row + k, 2);
         load_panels(full, wide + 2 * kPanelBytes, m.up, column, gate_row + k, 2);
-        if (!rows_ready()) return false;
+        const bool ready = rows_ready();
         load_rows(full, pairs_.a[pair][0], m.x, k, t.token_row, 2);
+        if (!ready) return false;  // the stage has got whatever was there; likewise below
 
         if (!begin_pair(1, kABytes + kNarrowBBytes)) return false;
         load_rows(full + 1, pairs_.b[pair].narrow, m.down, k, down_row + column, 2);
@@ -120,8 +126,9 @@ class GradLoader {
     for (int k = 0; k < p_.geometry.hidden; k += kTileK) {
       if (!begin(kABytes + kBBytes)) return false;
       load_rows(b(), m.down, k, down_row, 4);
-      if (!rows_ready()) return false;
+      const bool ready = rows_ready();
       load_rows(a(), m.dy, k, t.token_row, 2);
+      if (!ready) return false;
       to_.advance();
     }
     return true;
@@ -136,8 +143,9 @@ class GradLoader {
       for (int k = 0; k < inner(t); k += kTileK) {
         if (!begin(kABytes + kBBytes)) return false;
         load_rows(b(), weights, k, row, 4);
-        if (!rows_ready()) return false;
+        const bool ready = rows_ready();
         load_rows(a(), rows, k, t.hidden_row, 2);
+        if (!ready) return false;
         to_.advance();
       }
     }
@@ -147,7 +155,7 @@ class GradLoader {
   __device__ bool load_down_weight(const GradTile& t) {
     const NetworkMaps& m = maps(t);
     for (int stage = 0; stage < t.num_stages; ++stage) {
-      if (!begin(kABytes + kBBytes) || !rows_ready()) return false;
+      if (!rows_ready() || !begin(kABytes + kBBytes)) return false;
       const int row = weight_row(t, stage).row;
       load_panels(a(), m.h, t.m * kBlockRows, t.hidden_row + row, 2);
       load_panels(b(), m.dy, t.n * kTileColumns, t.token_row + row, 4);
@@ -160,7 +168,7 @@ class GradLoader {
     const NetworkMaps& m = maps(t);
     const int column = t.n * kGateUpColumns;
     for (int stage = 0; stage < t.num_stages; ++stage) {
-      if (!begin(kABytes + kBBytes) || !rows_ready()) return false;
+      if (!rows_ready() || !begin(kABytes + kBBytes)) return false;
       const WeightRow at = weight_row(t, stage);
       const bool saved = !t.shared && p_.is_saved(num_blocks_, t.block - at.block_step);
       const CUtensorMap& x = saved ? p_.saved_x_map : m.x;
@@ -174,15 +182,17 @@ class GradLoader {
 
   __device__ uint8_t* a() const { return stages_.a[to_.stage]; }
   __device__ uint8_t* b() const { return stages_.b[to_.stage]; }
-  __device__ bool begin(uint32_t bytes) const {
+  __device__ bool begin(uint32_t bytes) {
     if (!wait_barrier(&barriers_.empty[to_.stage], to_.parity ^ 1, cta_abort_)) return false;
+    last_.begin(to_.stage, to_.parity);
     mbarrier_arrive_expect(&barriers_.full[to_.stage], bytes);
     return true;
   }
-  __device__ bool begin_pair(int narrow, uint32_t bytes) const {
+  __device__ bool begin_pair(int narrow, uint32_t bytes) {
     const int pair = pair_to_.pair();
     if (!wait_barrier(&pair_barriers_.empty[pair][narrow], pair_to_.parity() ^ 1, cta_abort_))
       return false;
+    last_.begin(kBackwardStages + 2 * pair + narrow, pair_to_.parity());
     mbarrier_arrive_expect(&pair_barriers_.full[pair][narrow], bytes);
     return true;
   }
@@ -223,6 +233,7 @@ class GradLoader {
   RingCursor at_;
   StageCursor<kBackwardStages> to_;
   PairCursor pair_to_;
+  LastLoads last_;
   SharedUse use_ = SharedUse::kNone;
   bool ready_ = false;
 };

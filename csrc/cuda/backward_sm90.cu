@@ -408,8 +408,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
   }
   end(p, cta_abort, &words.verdict);
-  // Copies that were under way when the call was given up must land before the CTA's memory goes.
-  if (cta_abort.raised()) __nanosleep(1000000);
 }
 
 }  // namespace

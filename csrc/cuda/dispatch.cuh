@@ -70,14 +70,15 @@ class Dispatcher {
       const int block = block_of(unit);
       const int slot = plan::ring_slot(block, p_.geometry.shape.ring_blocks);
       const int64_t to = (int64_t{slot} * kBlockRows + row_in_block(unit) + row_) * row_bytes_;
-      if (!make_room(block, slot, unit)) return;
+      bool good = make_room(block, slot, unit);
       if constexpr (kPass == plan::Pass::kForward) {
-        if (!move(from.x, p_.x_ring(v_), to, unit)) return;
+        good = good && move(from.x, p_.x_ring(v_), to, unit);
       } else {
-        if (!move(from.dy, p_.dy_ring(v_), to, unit)) return;
+        good = good && move(from.dy, p_.dy_ring(v_), to, unit);
         // Tokens too, unless the forward has saved them.
-        if (!p_.is_saved(num_blocks_, block) && !move(from.x, p_.x_ring(v_), to, unit)) return;
+        if (!p_.is_saved(num_blocks_, block)) good = good && move(from.x, p_.x_ring(v_), to, unit);
       }
+      if (!good) return bulk_wait<0>();  // the CTA's memory is no longer read
       unsignalled_ = slot;
       // The first group is waited for by everybody.
       if (step_of(unit) < p_.geometry.shape.group_blocks) signal_stored();
@@ -179,8 +180,11 @@ class Dispatcher {
       bulk_load(buffer_, from + offset_, bytes_, loaded_);
     }
     signal_stored();
-    if (!all(!active_ || wait_barrier_timed(watch_, loaded_, parity_, FaultPhase::kDispatch, unit)))
+    if (!all(!active_ ||
+             wait_barrier_timed(watch_, loaded_, parity_, FaultPhase::kDispatch, unit))) {
+      if (active_) wait_landed(loaded_, parity_);
       return false;
+    }
     parity_ ^= 1;
     if (active_) bulk_store(ring + to + offset_, buffer_, bytes_);
     bulk_commit();

@@ -174,8 +174,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     sum_all_slots(p, v, share, p.expert_weights, p.s_scale, p.y);
   else if (outcome == Outcome::kFail)
     fill_nan(static_cast<char*>(p.y) + v * y_bytes, y_bytes, share);
-  // Loads that were under way when the call was given up must land before the CTA's memory goes.
-  if (cta_abort != 0 && !given_up) __nanosleep(1000000);
 }
 
 }  // namespace

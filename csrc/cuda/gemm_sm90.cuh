@@ -29,6 +29,21 @@ struct StageBarriers {
     }
   }
 };
+// Which phase of every barrier of a loader its last loads complete, so that they can be waited for
+// when the call is given up: they must land before the CTA's memory goes. A barrier without loads
+// needs no waiting for the phase before its first.
+class LastLoads {
+ public:
+  MOK_DEVICE void begin(int barrier, uint32_t parity) {
+    parities_ = (parities_ & ~(1u << barrier)) | parity << barrier;
+  }
+  MOK_DEVICE void wait(int barrier, uint64_t* full) const {
+    wait_landed(full, parities_ >> barrier & 1);
+  }
+
+ private:
+  uint32_t parities_ = ~0u;
+};
 template <int kStages>
 struct StageCursor {
   int stage = 0;

@@ -73,6 +73,12 @@ MOK_DEVICE bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   return done != 0;
 }
 
+// However long it takes: for copies that are on their way.
+MOK_DEVICE void wait_landed(uint64_t* barrier, uint32_t parity) {
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+}
+
 // ---- copies by the tensor memory accelerator ----
 MOK_DEVICE void tma_load_2d(void* to, const CUtensorMap* map, uint64_t* barrier, int column,
                             int row) {
