@@ -51,10 +51,10 @@ class Dispatcher {
         routes_(p.template array<Route>(p.geometry.workspace.routes, v)),
         progress_(progress),
         id_(id),
-        row_(lane_ / unit_.parts),
-        active_(row_ < unit_.rows),
+        lanes_(min(unit_.rows * unit_.parts, unit_.buffers)),
+        active_(lane_ < lanes_),
+        row_(active_ ? lane_ / unit_.parts : 0),
         offset_(lane_ % unit_.parts * unit_.part_bytes),
-        bytes_(min(unit_.part_bytes, row_bytes_ - offset_)),
         buffer_(buffers + (active_ ? lane_ : 0) * unit_.part_bytes),
         loaded_(&barriers->loaded[active_ ? lane_ : 0]) {}
 
@@ -129,8 +129,11 @@ class Dispatcher {
       // The rings hold a macrobatch, and all of the one before is needed until its end.
       if (!keep_near(block, unit)) return false;
       const int before = plan::macrobatch_of(shape, block) + 1;
-      return before >= plan::num_macrobatches(shape, num_blocks_) ||
-             wait(p_.macrobatch_done(v_) + before, compute_ctas(p_.geometry), before, unit);
+      if (before >= plan::num_macrobatches(shape, num_blocks_)) return true;
+      const bool good =
+          wait(p_.macrobatch_done(v_) + before, compute_ctas(p_.geometry), before, unit);
+      fence_async_proxy();  // bias tiles have read the rings with ordinary loads
+      return good;
     }
   }
 
@@ -144,14 +147,8 @@ class Dispatcher {
     const auto near = [&] { return all(*progress_ <= block + lead); };
     if (progress_ == nullptr || near()) return true;
     signal_stored();
-    const uint64_t start = global_timer_ns();
-    while (!near()) {
+    while (!near()) {  // the CTA's own scheduler and storer find out if it is stuck
       if (!all(!watch_.cta_abort.raised() && !aborted(watch_))) return false;
-      if (!all(global_timer_ns() - start <= watch_.timeout_ns)) {
-        report(watch_, {FaultCode::kTimeout, FaultPhase::kDispatch, unit * unit_.rows, -1,
-                        *progress_, block + lead});
-        return false;
-      }
       __nanosleep(200);
     }
     return true;
@@ -171,23 +168,30 @@ class Dispatcher {
     return good;
   }
 
-  // A row of every lane, or the lane's part of it.
+  // A row of every lane, or parts of it; of a long row one part after the other.
   __device__ bool move(const char* from, char* ring, int64_t to, int unit) {
     if (!wait_in_ring(from, ring, unit)) return false;
-    bulk_wait_read<0>();  // the buffer is free
-    if (active_) {
-      mbarrier_arrive_expect(loaded_, bytes_);
-      bulk_load(buffer_, from + offset_, bytes_, loaded_);
+    for (int first = 0; first < unit_.parts; first += lanes_) {
+      const int offset = offset_ + first * unit_.part_bytes;
+      const bool active = active_ && offset < row_bytes_;
+      const uint32_t bytes = min(unit_.part_bytes, row_bytes_ - offset);
+      bulk_wait_read<0>();  // the buffer is free
+      if (active) {
+        mbarrier_arrive_expect(loaded_, bytes);
+        bulk_load(buffer_, from + offset, bytes, loaded_);
+      }
+      signal_stored();
+      if (!all(!active ||
+               wait_barrier_timed(watch_, loaded_, parity_, FaultPhase::kDispatch, unit))) {
+        if (active) wait_landed(loaded_, parity_);
+        return false;
+      }
+      if (active) {
+        bulk_store(ring + to + offset, buffer_, bytes);
+        parity_ ^= 1;
+      }
+      bulk_commit();
     }
-    signal_stored();
-    if (!all(!active_ ||
-             wait_barrier_timed(watch_, loaded_, parity_, FaultPhase::kDispatch, unit))) {
-      if (active_) wait_landed(loaded_, parity_);
-      return false;
-    }
-    parity_ ^= 1;
-    if (active_) bulk_store(ring + to + offset_, buffer_, bytes_);
-    bulk_commit();
     return true;
   }
 
@@ -206,10 +210,10 @@ class Dispatcher {
   const Route* const routes_;
   const volatile int32_t* const progress_;  // block that the CTA works on, or null
   const int id_, lane_ = threadIdx.x % 32;
-  // The lane's piece of every unit: row, first byte in the row, bytes; and its buffer.
-  const int row_;
+  const int lanes_;  // that move something
+  // The lane's (first) piece of every unit: row, first byte in the row; and its buffer.
   const bool active_;
-  const int offset_, bytes_;
+  const int row_, offset_;
   uint8_t* const buffer_;
   uint64_t* const loaded_;
   uint32_t parity_ = 0;

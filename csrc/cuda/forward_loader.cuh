@@ -17,13 +17,14 @@ __device__ inline void run_loader(const ForwardParams& p, ForwardStages& stages,
   const ForwardMaps& maps = p.maps;
   StageCursor<kForwardStages> to;
   LastLoads last;
-  const auto give_up = [&] {
+  // Only of a call that is given up something may still be on its way at the end.
+  const auto land = [&] {
     for (int i = 0; i < kForwardStages; ++i) last.wait(i, &barriers.full[i]);
   };
   for (RingCursor at;; at.advance()) {
-    if (!wait_barrier(&ring.known[at.slot()], at.parity(), cta_abort)) return give_up();
+    if (!wait_barrier(&ring.known[at.slot()], at.parity(), cta_abort)) return land();
     const Tile tile = ring.tiles[at.slot()];
-    if (tile.work == Work::kEnd) return;
+    if (tile.work == Work::kEnd) return land();
     const bool shared = tile.work == Work::kSharedGateUp || tile.work == Work::kSharedDown;
     const bool down = tile.work == Work::kDown || tile.work == Work::kSharedDown;
     const CUtensorMap* a =
@@ -33,7 +34,7 @@ __device__ inline void run_loader(const ForwardParams& p, ForwardStages& stages,
     const CUtensorMap* up = shared ? &maps.s_up : &maps.w_up;
     const int panel = tile.n * (down ? 4 : 2);
     for (int k = 0; k < tile.k_blocks; ++k, to.advance()) {
-      if (!wait_barrier(&barriers.empty[to.stage], to.parity ^ 1, cta_abort)) return give_up();
+      if (!wait_barrier(&barriers.empty[to.stage], to.parity ^ 1, cta_abort)) return land();
       last.begin(to.stage, to.parity);
       uint64_t* full = &barriers.full[to.stage];
       const int b_row = tile.b_row + k * kTileK;
@@ -42,7 +43,7 @@ __device__ inline void run_loader(const ForwardParams& p, ForwardStages& stages,
       if (!down) tma_load_3d(stages.b[to.stage] + kBBytes / 2, up, full, 0, b_row, panel);
       const bool ready = k > 0 || wait_barrier(&ring.ready[at.slot()], at.parity(), cta_abort);
       tma_load_2d(stages.a[to.stage], a, full, k * kTileK, tile.a_row);
-      if (!ready) return give_up();  // the stage has got whatever was there
+      if (!ready) return land();  // the stage has got whatever was there
     }
   }
 }

@@ -45,7 +45,7 @@ constexpr int kPastCalls = 256;  // that a rank remembers
 
 // Control words at the start of a heap. A call goes by an id that is the same on all ranks and of
 // no other call; a word that a peer writes has one writer and holds the id of the call it speaks
-// of, so nothing is ever reset. See meeting.cuh.
+// of, so nothing is ever reset. See peers.cuh.
 struct HeapControl {
   // Own rank only.
   uint32_t call;            // calls so far, the current one included

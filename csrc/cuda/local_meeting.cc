@@ -9,6 +9,7 @@ namespace {
 
 // Members are a place apart, unless one of them has missed calls.
 constexpr size_t kPlaces = 256;
+constexpr int kUnnamedPoint = -1;
 
 }  // namespace
 
@@ -25,8 +26,11 @@ int LocalMeeting::num_members() const {
 
 void LocalMeeting::pass(int member, uint64_t call_id, int point, double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const uint64_t here = number_of(call_id, point);
-  members_[member] = {here, false};
+  // Without an id, members count their places themselves.
+  const uint64_t here = call_id != 0 ? number_of(call_id, point)
+                                     : number_of(++members_[member].unnamed, kUnnamedPoint);
+  members_[member].reached = here;
+  members_[member].missing = false;
   moved_.notify_all();
   const auto is_behind = [&](const Member& m) { return !m.missing && m.reached < here; };
   moved_.wait_for(lock, std::chrono::duration<double>(seconds),

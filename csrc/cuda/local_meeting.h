@@ -18,7 +18,8 @@ class LocalMeeting {
   int num_members() const;
 
   // Waits until all other members have come to this place, or past it, or `seconds`: who is missing
-  // then shows on the device, and is not waited for again before it moves.
+  // then shows on the device, and is not waited for again before it moves. call_id 0: calls have no
+  // ids, and the n-th place of a member is the n-th of the others.
   void pass(int member, uint64_t call_id, int point, double seconds);
 
  private:
@@ -35,6 +36,7 @@ class LocalMeeting {
   struct Member {
     uint64_t reached = 0;  // number of its last place
     bool missing = false;
+    uint64_t unnamed = 0;  // places without an id
   };
   std::vector<Member> members_;
   uint64_t last_number_ = 0;

@@ -6,6 +6,11 @@
 namespace jax_mok::cuda {
 namespace {
 
+// Once a rank has told that it has given a call up, the waits of its peers end at once, but for
+// those inside their persistent kernels, each of at most the time-out. More than that waits for
+// nobody.
+constexpr uint64_t kEndsAfterNs = 5'000'000'000;
+
 __global__ void __launch_bounds__(kMaxRanks) await_ids(const __grid_constant__ CallParams p) {
   const Watch watch = make_watch(p, 0);
   const HeapControl* own = p.heap_control(watch.rank);
@@ -28,7 +33,8 @@ __global__ void __launch_bounds__(kMaxRanks) hear(const __grid_constant__ CallPa
   const int peer = threadIdx.x;
   const bool good = __syncthreads_and(load_acquire_gpu(&watch.control->abort) == 0);
   if (!hear_peers(p, watch, good) && peer < p.geometry.shape.num_ranks)
-    wait_ended(p.heap_control(watch.rank), peer, p.start_timeout_ns);
+    wait_ended(p.heap_control(watch.rank), peer,
+               min(p.start_timeout_ns, 2 * p.timeout_ns + kEndsAfterNs));
 }
 
 }  // namespace

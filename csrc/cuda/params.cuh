@@ -126,6 +126,8 @@ struct ForwardParams : CallParams {
 // multiprocessor only if it divides its memory in the same way for both.
 template <typename Kernel>
 cudaError_t prepare_small_kernel(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  if (cudaError_t e = cudaFuncGetAttributes(&attributes, kernel)) return e;  // this loads it
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                               cudaSharedmemCarveoutMaxShared);
 }

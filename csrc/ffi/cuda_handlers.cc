@@ -181,10 +181,14 @@ cudaError_t in_stages(const cuda::PeerHeap& heap, uint64_t call_id, double secon
     then([&] { return cudaStreamWaitEvent(beside, heap.published, 0); });
   }
   enqueue(CallStage::kCopy, beside);
-  if (has_peers) then([&] { return cudaEventRecord(heap.copied, beside); });
+  // Whatever fails: XLA reuses what is copied once `stream` has gone on.
+  const auto always = [&](cudaError_t result) {
+    if (problem == cudaSuccess) problem = result;
+  };
+  if (has_peers) always(cudaEventRecord(heap.copied, beside));
   meet(0);
   enqueue(CallStage::kPlan, stream);
-  if (has_peers) then([&] { return cudaStreamWaitEvent(stream, heap.copied, 0); });
+  if (has_peers) always(cudaStreamWaitEvent(stream, heap.copied, 0));
   enqueue(CallStage::kWork, stream);
   meet(1);
   enqueue(CallStage::kSum, stream);

@@ -18,7 +18,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 // Nobody leaves a place before all have come to it.
-TEST(keeps_in_step) {
+void keeps_in_step(bool named) {
   constexpr int kMembers = 4, kCalls = 2000;
   LocalMeeting meeting;
   std::vector<std::atomic<int>> come(2 * kCalls);
@@ -30,13 +30,15 @@ TEST(keeps_in_step) {
     threads.emplace_back([&, m] {
       for (int place = 0; place < 2 * kCalls; ++place) {
         ++come[place];
-        meeting.pass(m, 1000 + place / 2 * 7919 % kCalls, place % 2, 60.0);
+        meeting.pass(m, named ? 1000 + place / 2 * 7919 % kCalls : 0, place % 2, 60.0);
         if (come[place] != kMembers) ++early;
       }
     });
   for (std::thread& thread : threads) thread.join();
   CHECK(early == 0);
 }
+TEST(keeps_in_step_by_ids) { keeps_in_step(true); }
+TEST(keeps_in_step_by_numbers) { keeps_in_step(false); }
 
 // One that misses calls is waited for once; then it is in step again.
 TEST(misses_calls) {

@@ -48,6 +48,8 @@ SHAPES = {
     "hidden 2880": P(257, 2880, 2880, 8, 4),
     "hidden 3584": P(130, 3584, 768, 8, 2),
     "hidden 8192": P(140, 8192, 320, 6, 2),
+    "hidden 8256": P(140, 8256, 64, 6, 2),  # more pieces of a row than a warp has buffers
+    "hidden 18432, 2 ranks": P(70, 18432, 64, 6, 2, ranks=2),
     "intermediate 1408": P(300, 2048, 1408, 16, 6),
     "top-16": P(128, 512, 256, 40, 16),
     "top-k all": P(99, 128, 64, 32, 32),
