@@ -29,16 +29,19 @@ enum class Fault {
   kNoPublished,    // dispatch does not wait for the peer's rows
   kNoPushed,       // the sum does not wait for the peers
   // Dispatch.
-  kHoldsBack,          // waits while a stored unit is not signalled yet
+  kHoldsBack,          // waits while a moved unit is not signalled yet
   kSignalsEarly,       // signals a unit whose stores are under way
   kNoBufferRead,       // loads into a buffer that a store still reads
+  kNoLoaded,           // stores what has not been loaded yet
   kNoCopyWait,         // copies a row inside the ring without waiting for it
   kCopiesInSmallRing,  // copies inside a ring that does not hold all blocks
   // Backward.
-  kNoMacrobatchWait,          // neither dispatch nor tiles wait for the macrobatch before
-  kNoDispatchMacrobatchWait,  // dispatch does not
-  kNoTileMacrobatchWait,      // tiles do not
-  kSmallHiddenTarget,         // hidden gradients of this macrobatch only are counted on
+  kNoMacrobatchWait,           // neither dispatch nor tiles wait for the macrobatch before
+  kNoDispatchMacrobatchWait,   // dispatch does not
+  kNoTileMacrobatchWait,       // tiles do not
+  kNoProgressAtEnd,            // a loader does not say that its worker has no more tiles
+  kNoProgressAtMacrobatchEnd,  // or none of this macrobatch
+  kSmallHiddenTarget,          // hidden gradients of this macrobatch only are counted on
   kNoHiddenWait,
   kOneOpenSum,  // one buffer of open sums instead of two
   kNoSharedFull,
@@ -57,7 +60,7 @@ enum class Fault {
   kNoRoomBetweenHiddens,  // between recomputed and saved ones
   kNoRoomBeforeSaved,     // for saved ones, after anything but recomputed ones
   kNoRoomAfterSaved,      // after them, but for recomputed ones
-  kNoRoomForEmpty,        // by consumers, for weights of an expert without rows
+  kNoRoomForEmpty,        // by the scheduler, for weights of an expert without rows
   kNothingForEmpty,       // experts without rows are left out
   kSkipsRows,             // the second half of a last block is left out, though it has rows
   kIgnoresSaved,          // saved tokens, which are not pulled, are looked for in the ring
@@ -67,9 +70,9 @@ struct Setup {
   Shape shape;
   int32_t compute_workers = 1;
   int32_t comm_workers = 0;  // 0: a role of every compute worker, else workers of their own
-  // Dispatch: rows of a unit, pieces of a row, and pieces that a worker holds. unit_rows divides
-  // block_rows; unit_rows * row_parts is at least 2 and at most the number of buffers.
-  int32_t unit_rows = 2, row_parts = 1, buffers = 3;
+  // Dispatch: rows of a unit, which divide block_rows, pieces of a row, and pieces that a worker
+  // holds. A unit fits the buffers, or it is one row that is moved in several turns.
+  int32_t unit_rows = 2, row_parts = 1, buffers = 2;
   int32_t look_ahead = 1;   // forward: tiles a loader may be ahead of its consumer
   int32_t hidden_ring = 0;  // shape.macrobatch_blocks, other values only in negative controls
   // Backward.
@@ -79,9 +82,17 @@ struct Setup {
   int32_t consumer_warps = 2;          // of a compute worker; divides block_rows, which is even
   int32_t weight_panels = 1;           // slots of the outbox that a weight tile takes, at most 4
   bool weight_panels_together = true;  // they are filled together, or one by one
+  // Blocks that the dispatcher of a compute worker may be ahead of its loader; negative: as many as
+  // in the kernel. With less than group_blocks - 1 it deadlocks.
+  int32_t dispatch_lead = -1;
   Fault fault = Fault::kNone;
 
   int32_t dispatchers() const { return comm_workers > 0 ? comm_workers : compute_workers; }
+  int32_t most_ahead() const {
+    return dispatch_lead >= 0
+               ? dispatch_lead
+               : compute_workers * 3 / (2 * shape.gate_up_tiles) + 2 * shape.group_blocks;
+  }
   // The backward's token rings hold a macrobatch.
   Shape backward_shape() const {
     Shape s = shape;
@@ -231,6 +242,7 @@ struct GradTile {
   int32_t expert = 0;      // local
   int32_t skip = 0;        // weights: 1: the last block's second half is padding
   int32_t open_in = -1, open_out = -1;  // weights: buffers of open sums
+  int32_t progress = 0;  // block of the plan down to which hidden gradients are under way
 };
 
 // How tiles use shared memory.
@@ -247,6 +259,7 @@ struct ComputeWorker {
   std::array<Barrier, kStages> stage_full, stage_empty;
   std::array<Barrier, 2 * kPairs> pair_full, pair_empty;
   std::array<Barrier, kOutboxSlots> outbox_full, outbox_empty;
+  std::atomic<int32_t> progress{0};  // that of the tile which the loader is at
   // Stages, then the outbox. Recomputed hidden gradients have two pairs of stages of their own, in
   // the same place, of which the last reaches into the outbox. Behind it every consumer warp has a
   // piece of the outbox where it turns hidden gradients, recomputed or not, into rows.
@@ -260,7 +273,7 @@ struct ComputeWorker {
     return slot(2 * kPairs - kStages) + int64_t{warp} * 3 * rows;
   }
 
-  void reset(const Setup& setup) {
+  void reset(const Setup& setup, int32_t num_blocks) {
     const auto all = [](auto& barriers, int32_t arrivals) {
       for (Barrier& b : barriers) b.reset(arrivals);
     };
@@ -278,6 +291,7 @@ struct ComputeWorker {
         std::max(setup.shape.gate_up_tiles, setup.grad.shared_hidden_tiles));
     stage_size = setup.shape.block_rows * (2 * most_columns + 1);
     slot_size = setup.shape.block_rows;
+    progress.store(num_blocks, std::memory_order_relaxed);
     memory.assign(kStages * stage_size + kOutboxSlots * slot_size, 0);
   }
 };
@@ -337,13 +351,13 @@ struct Rank {
   explicit Rank(const Setup& setup) : Rank(setup, setup.shape) {}
 
   // A kernel that begins finds all counters zero.
-  void reset(const Setup& setup) {
+  void reset(const Setup& setup, int32_t num_blocks) {
     for (auto* counters : {&x_full, &x_empty, &h_full, &h_empty, &grad_x_full, &expert_full,
                            &shared_full, &macrobatch_done})
       for (Counter& c : *counters) c.store(0, std::memory_order_relaxed);
     all_shared_full.store(0, std::memory_order_relaxed);
     finished.store(0, std::memory_order_relaxed);
-    for (auto& worker : compute) worker->reset(setup);
+    for (auto& worker : compute) worker->reset(setup, num_blocks);
   }
   // Nothing that an earlier launch left is of any use, but for what the forward saves.
   void poison(const Setup& setup) {

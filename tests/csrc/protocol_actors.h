@@ -15,7 +15,7 @@ class Front : public Actor {
   bool step() override {
     switch (state_) {
       case State::kReset:
-        me.reset(w.setup);
+        me.reset(w.setup, plan().num_blocks());
         if (!forward()) me.poison(w.setup);
         return go(State::kRows);
       case State::kRows:
@@ -123,37 +123,30 @@ class Front : public Actor {
   }
 };
 
-// csrc/cuda/dispatch.cuh: takes every count-th unit of rows in the order of the pass (backward:
-// blocks from last to first, cotangents and tokens that were not saved) and moves them piece by
-// piece through its buffers into the rings. The rows of a unit are signalled together, one unit
-// late. Before it waits for a slot or for a row to copy, it stores and signals all it holds.
+// csrc/cuda/dispatch.cuh, a warp: takes every count-th unit of rows in the order of the pass
+// (backward: blocks from last to first, cotangents and tokens that were not saved) and moves it at
+// once, a piece by lane, or a long row in several turns. The rows of a unit are signalled together,
+// while the next unit's are loading. Before it waits for anything else than its own copies, it
+// signals what it holds back.
 class Dispatcher : public Role {
  public:
   Dispatcher(World& world, int32_t rank, int32_t index, Pass acts_in)
       : Role(world, rank, "dispatcher", index, acts_in),
-        buffers_(world.setup.buffers),
-        loaded_(world.setup.buffers) {}
+        buffers_(std::min(world.setup.unit_rows * world.setup.row_parts, world.setup.buffers)),
+        loaded_(buffers_.size()),
+        parity_(buffers_.size()) {}
 
  private:
-  struct Cursor {
-    int32_t unit, tensor = 0, row = 0, part = 0, buffer = 0;
-    uint32_t parity = 0;
-  };
   // Where a row comes from: a row of a rank's tokens, the zero row, or a row of this rank's ring.
   struct Source {
     const uint64_t* row = nullptr;
     int32_t ring_slot = -1;
   };
-  struct Need {
-    const Counter* counter;
-    uint32_t target;
-  };
 
-  std::vector<uint64_t> buffers_;
+  std::vector<uint64_t> buffers_;  // one of each lane
   std::vector<Barrier> loaded_;
-  Cursor loading_, storing_;
-  Source next_from_;
-  int32_t in_flight_ = 0, unsignalled_ = -1;
+  std::vector<uint32_t> parity_;
+  int32_t unsignalled_ = -1;  // unit whose stores are issued but not told of
 
   int32_t count() const { return w.setup.dispatchers(); }
   int32_t units() const { return plan().num_blocks() * (s.block_rows / w.setup.unit_rows); }
@@ -162,35 +155,18 @@ class Dispatcher : public Role {
     return forward() ? step_of(unit) : plan().num_blocks() - 1 - step_of(unit);
   }
   int32_t row_in_block(int32_t unit) const { return unit * w.setup.unit_rows % s.block_rows; }
-  bool is_saved(int32_t unit) const {
-    return w.setup.save && left_in_ring(plan().num_blocks(), block_of(unit), s.macrobatch_blocks);
-  }
-  int32_t tensors(int32_t unit) const { return forward() || is_saved(unit) ? 1 : 2; }
-  std::vector<uint64_t>& ring_of(int32_t tensor) const {
-    return forward() ? me.ring_x : tensor == 0 ? me.grad_ring_dy : me.grad_ring_x;
+  bool is_saved(int32_t block) const {
+    return w.setup.save && left_in_ring(plan().num_blocks(), block, s.macrobatch_blocks);
   }
   std::vector<Counter>& full() const { return forward() ? me.x_full : me.grad_x_full; }
-  void advance(Cursor& c) const {
-    if (++c.buffer == w.setup.buffers) {
-      c.buffer = 0;
-      c.parity ^= 1;
-    }
-    if (++c.part < w.setup.row_parts) return;
-    c.part = 0;
-    if (++c.row < w.setup.unit_rows) return;
-    c.row = 0;
-    if (++c.tensor < tensors(c.unit)) return;
-    c.tensor = 0;
-    c.unit += count();
-  }
   // The bits of a row that a piece stands for.
   uint64_t mask(int32_t part) const {
-    const uint64_t low = 0xffffffffu;
-    return w.setup.row_parts == 1 ? ~uint64_t{0} : part == 0 ? low : ~low;
+    const int32_t parts = w.setup.row_parts, first = 64 * part / parts;
+    return ~uint64_t{0} >> (64 - (64 * (part + 1) / parts - first)) << first;
   }
 
   // A token of a peer that several experts here want is pulled once, where the ring holds all.
-  Source source(int32_t row, int32_t tensor) const {
+  Source source(int32_t row, bool cotangents) const {
     static const uint64_t zero_row = kPaddingValue;
     const RowSource& from = plan().rows[row];
     if (is_padding(from)) return {&zero_row, -1};
@@ -199,101 +175,106 @@ class Dispatcher : public Role {
         (forward() ? plan().first_use : launch().routing->first_use_backward[rank_])[row];
     if (holds_all && from.rank != rank_ && first >= 0) {
       const int32_t slot = ring_slot(first / s.block_rows, s.ring_blocks);
-      return {&ring_of(tensor)[slot * s.block_rows + first % s.block_rows], slot};
+      return {&ring(cotangents)[slot * s.block_rows + first % s.block_rows], slot};
     }
     const Rank& peer = *w.ranks[from.rank];
-    return {&(forward() || tensor == 1 ? peer.x : peer.dy)[from.token], -1};
+    return {&(cotangents ? peer.dy : peer.x)[from.token], -1};
   }
-  void look_up_route() {
-    if (loading_.unit >= units()) return;
-    next_from_ =
-        source(block_of(loading_.unit) * s.block_rows + row_in_block(loading_.unit) + loading_.row,
-               loading_.tensor);
-  }
-
-  Need need() const {
-    if (loading_.part > 0) return {nullptr, 0};
-    if (next_from_.ring_slot >= 0)
-      return fault(Fault::kNoCopyWait) ? Need{nullptr, 0}
-                                       : Need{&full()[next_from_.ring_slot], x_full_target(s, 0)};
-    if (loading_.row > 0 || loading_.tensor > 0) return {nullptr, 0};
-    const int32_t block = block_of(loading_.unit);
-    if (forward()) {
-      const int32_t g = block / s.ring_blocks, slot = ring_slot(block, s.ring_blocks);
-      if (g == 0 || fault(Fault::kNoTokensEmpty)) return {nullptr, 0};
-      return {&me.x_empty[slot], x_empty_target(s, pass(), g)};
-    }
-    const int32_t before = macrobatch_of(s, block) + 1;
-    if (before >= num_macrobatches(s, plan().num_blocks()) ||
-        fault(Fault::kNoDispatchMacrobatchWait) || fault(Fault::kNoMacrobatchWait))
-      return {nullptr, 0};
-    return {&me.macrobatch_done[before], static_cast<uint32_t>(w.setup.compute_workers)};
-  }
-  static bool satisfied(const Need& n) {
-    return n.counter == nullptr || reached(*n.counter, n.target);
+  std::vector<uint64_t>& ring(bool cotangents) const {
+    return cotangents ? me.grad_ring_dy : forward() ? me.ring_x : me.grad_ring_x;
   }
 
   Program run() override {
     for (Barrier& b : loaded_) b.reset(1);
-    loading_ = storing_ = {index_};
-    in_flight_ = 0;
+    parity_.assign(parity_.size(), 0);
     unsignalled_ = -1;
     for (int32_t r = 0; r < s.num_ranks && !fault(Fault::kNoPublished); ++r)
       co_await wait(me.published[r], epoch());
-    look_up_route();
-    while (storing_.unit < units()) {
-      while (in_flight_ < w.setup.buffers - 1 && loading_.unit < units() && satisfied(need()))
-        co_await load();
-      if (in_flight_ > 0) {
-        co_await store();
-      } else {
-        if (!fault(Fault::kHoldsBack)) co_await signal_stored();
-        co_await until([n = need()] { return satisfied(n); });
-      }
+    for (int32_t unit = index_; unit < units(); unit += count()) {
+      co_await make_room(block_of(unit));
+      if (!forward()) co_await move(unit, true);
+      if (forward() || !is_saved(block_of(unit))) co_await move(unit, false);
+      unsignalled_ = unit;
+      if (step_of(unit) < s.group_blocks) co_await signal_stored();
     }
     co_await signal_stored();
   }
 
-  Program load() {
-    const Cursor c = loading_;
-    if (!fault(Fault::kNoBufferRead)) co_await until([this] { return stores_.read(1); });
-    loads_.add({next_from_.row, &buffers_[c.buffer], 1, 1, mask(c.part),
-                [&loaded = loaded_[c.buffer]] { loaded.arrive(); }});
-    ++in_flight_;
-    advance(loading_);
-    look_up_route();
+  // Signals what is held back first, if it has to wait.
+  Program wait_for(std::function<bool()> condition) {
+    if (condition()) co_return;
+    if (!fault(Fault::kHoldsBack)) co_await signal_stored();
+    co_await until(condition);
   }
 
-  Program store() {
-    const Cursor c = storing_;
-    co_await wait(loaded_[c.buffer], c.parity);
-    const int32_t block = block_of(c.unit);
-    uint64_t& to =
-        ring_of(c.tensor)[ring_row(s, block, row_in_block(c.unit) + c.row, s.ring_blocks)];
-    Track* track = w.track && forward() ? &me.track_x[x_slot(block)] : nullptr;
-    if (track != nullptr)
-      track->begin_write(user(block), s.block_rows * w.setup.row_parts, s.gate_up_tiles);
-    to |= mask(c.part);  // on its way
-    stores_.add({&buffers_[c.buffer], &to, 1, 1, mask(c.part), [track, by = user(block)] {
-                   if (track != nullptr) track->end_write(by);
-                 }});
-    stores_.commit();
-    --in_flight_;
-    advance(storing_);
-    if (storing_.unit == c.unit) co_return;
-    if (!fault(Fault::kSignalsEarly)) co_await until([this] { return stores_.written(2); });
-    if (unsignalled_ >= 0) signal_unit(unsignalled_);
-    unsignalled_ = c.unit;
-    if (step_of(c.unit) < s.group_blocks) co_await signal_stored();
+  Program make_room(int32_t block) {
+    if (forward()) {
+      const int32_t g = block / s.ring_blocks;
+      if (g == 0 || fault(Fault::kNoTokensEmpty)) co_return;
+      co_await wait_for([this, g, &empty = me.x_empty[x_slot(block)]] {
+        return reached(empty, x_empty_target(s, pass(), g));
+      });
+      co_return;
+    }
+    if (w.setup.comm_workers == 0)
+      co_await wait_for([this, block, &progress = me.compute[index_]->progress] {
+        return progress.load(std::memory_order_relaxed) <= block + w.setup.most_ahead();
+      });
+    const int32_t before = macrobatch_of(s, block) + 1;
+    if (before >= num_macrobatches(s, plan().num_blocks()) ||
+        fault(Fault::kNoDispatchMacrobatchWait) || fault(Fault::kNoMacrobatchWait))
+      co_return;
+    co_await wait_for([this, &done = me.macrobatch_done[before]] {
+      return reached(done, static_cast<uint32_t>(w.setup.compute_workers));
+    });
   }
+
+  Program move(int32_t unit, bool cotangents) {
+    const int32_t block = block_of(unit), first = row_in_block(unit), parts = w.setup.row_parts;
+    std::vector<Source> from;
+    for (int32_t row = 0; row < w.setup.unit_rows; ++row)
+      from.push_back(source(block * s.block_rows + first + row, cotangents));
+    if (!fault(Fault::kNoCopyWait))
+      co_await wait_for([this, &from] {
+        for (const Source& row : from)
+          if (row.ring_slot >= 0 && !reached(full()[row.ring_slot], x_full_target(s, 0)))
+            return false;
+        return true;
+      });
+    Track* const track = w.track && forward() ? &me.track_x[x_slot(block)] : nullptr;
+    const int32_t lanes = static_cast<int32_t>(buffers_.size());
+    for (int32_t begin = 0; begin < w.setup.unit_rows * parts; begin += lanes) {
+      const int32_t active = std::min(lanes, w.setup.unit_rows * parts - begin);
+      if (!fault(Fault::kNoBufferRead)) co_await until([this] { return stores_.read(0); });
+      for (int32_t lane = 0; lane < active; ++lane) {
+        const int32_t piece = begin + lane;
+        loads_.add({from[piece / parts].row, &buffers_[lane], 1, 1, mask(piece % parts),
+                    [&loaded = loaded_[lane]] { loaded.arrive(); }});
+      }
+      co_await signal_stored();
+      for (int32_t lane = 0; lane < active; ++lane) {
+        if (!fault(Fault::kNoLoaded)) co_await wait(loaded_[lane], parity_[lane]);
+        parity_[lane] ^= 1;
+      }
+      for (int32_t lane = 0; lane < active; ++lane) {
+        const int32_t piece = begin + lane;
+        uint64_t& to = ring(cotangents)[ring_row(s, block, first + piece / parts, s.ring_blocks)];
+        if (track != nullptr)
+          track->begin_write(user(block), s.block_rows * parts, s.gate_up_tiles);
+        to |= mask(piece % parts);  // on its way
+        stores_.add({&buffers_[lane], &to, 1, 1, mask(piece % parts), [track, by = user(block)] {
+                       if (track != nullptr) track->end_write(by);
+                     }});
+      }
+      stores_.commit();
+    }
+  }
+
   Program signal_stored() {
     if (unsignalled_ < 0) co_return;
     if (!fault(Fault::kSignalsEarly)) co_await until([this] { return stores_.written(0); });
-    signal_unit(unsignalled_);
+    signal(full()[x_slot(block_of(unsignalled_))], w.setup.unit_rows);
     unsignalled_ = -1;
-  }
-  void signal_unit(int32_t unit) {
-    signal(full()[ring_slot(block_of(unit), s.ring_blocks)], w.setup.unit_rows);
   }
 };
 

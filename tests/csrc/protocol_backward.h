@@ -71,10 +71,12 @@ class Scheduler : public ComputeRole {
  private:
   RingCursor<kTileRing> at_;
   int32_t num_put_ = 0;
+  bool after_hidden_ = false;  // what left the consumers last were hidden gradients
 
   Program run() override {
     at_ = {};
     num_put_ = 0;
+    after_hidden_ = false;
     co_await run_shared();
     const int32_t macrobatches = num_macrobatches(s, plan().num_blocks());
     for (int32_t m = std::max(macrobatches, 1) - 1; m >= 0; --m) {
@@ -87,6 +89,7 @@ class Scheduler : public ComputeRole {
         GradTile end;
         end.work = GradWork::kMacrobatchEnd;
         end.block = m;
+        end.progress = macrobatch_range(s, plan().num_blocks(), m).first;
         co_await put(end);
       }
     }
@@ -120,16 +123,19 @@ class Scheduler : public ComputeRole {
       co_await put(t);
     }
   }
-  static GradTile shared_tile(int32_t block) {
+  GradTile shared_tile(int32_t block) const {
     GradTile t;
     t.shared = true;
     t.block = block;
+    t.progress = plan().num_blocks();
     return t;
   }
-  static GradTile routed_tile(int32_t block, int32_t local_expert) {
+  GradTile routed_tile(int32_t block, int32_t local_expert) const {
     GradTile t;
     t.block = block;
     t.expert = local_expert;
+    // Weights and tokens: all of the macrobatch.
+    t.progress = macrobatch_of(s, block) * s.macrobatch_blocks;
     return t;
   }
   static GradWork weight_work(const WeightTiles& tiles, int32_t n) {
@@ -152,6 +158,7 @@ class Scheduler : public ComputeRole {
       const Tile planned = tile_at(s, map, Pass::kBackward, i);
       GradTile t = routed_tile(planned.block, map.block_expert[planned.block]);
       t.n = planned.n;
+      if (planned.phase == Phase::kGradHidden) t.progress = planned.block;
       t.work = planned.phase == Phase::kGradInput ? GradWork::kInput
                : is_saved(t, planned.block)       ? GradWork::kHiddenSaved
                                                   : GradWork::kHidden;
@@ -198,11 +205,26 @@ class Scheduler : public ComputeRole {
     const int32_t i = num_put_++, slot = at_.slot();
     if (i >= kTileRing && !fault(Fault::kNoReleased))
       co_await wait(cta_.released[slot], at_.parity() ^ 1);
+    co_await wait_outbox(tile);
     cta_.tiles[slot] = tile;
     cta_.known[slot].arrive();
     co_await wait_inputs(tile);
     cta_.ready[slot].arrive();
     at_.advance();
+  }
+
+  // The weights of an expert without rows have no operands, whose stages would tell the consumers
+  // that the others have done with the outbox.
+  Program wait_outbox(GradTile t) {
+    const bool weight = t.work == GradWork::kDownWeight || t.work == GradWork::kGateUpWeight;
+    const bool waits = after_hidden_ && weight && t.num_stages == 0;
+    if (t.work == GradWork::kHidden || t.work == GradWork::kHiddenSaved)
+      after_hidden_ = true;
+    else if (weight || t.work == GradWork::kInput)
+      after_hidden_ = false;
+    if (!waits || fault(Fault::kNoRoomForEmpty)) co_return;
+    const RingCursor<kTileRing> last = {at_.count - 1};
+    co_await wait(cta_.released[last.slot()], last.parity());
   }
 
   Program wait_inputs(GradTile t) {

@@ -37,11 +37,19 @@ class GradLoader : public ComputeRole {
     for (;; at_.advance()) {
       co_await wait(cta_.known[at_.slot()], at_.parity());
       const GradTile tile = cta_.tiles[at_.slot()];
+      tell_progress(tile);
       co_await make_room(tile);
       if (tile.work == GradWork::kEnd) co_return;
       co_await load(tile);
       cta_.done[at_.slot()].arrive();
     }
+  }
+
+  // The worker's dispatcher keeps near it.
+  void tell_progress(const GradTile& t) {
+    if (t.work == GradWork::kEnd && fault(Fault::kNoProgressAtEnd)) return;
+    if (t.work == GradWork::kMacrobatchEnd && fault(Fault::kNoProgressAtMacrobatchEnd)) return;
+    cta_.progress.store(t.progress, std::memory_order_relaxed);
   }
 
   // Memory that is used in another way than before: first everybody must have done with it.
@@ -330,11 +338,6 @@ class GradConsumer : public ComputeRole {
 
   Program weight(const GradTile& t) {
     uint64_t sum = 0;
-    // No stage tells that the tile before has done with the outbox.
-    if (t.num_stages == 0 && at_.count > 0 && !fault(Fault::kNoRoomForEmpty)) {
-      const RingCursor<kTileRing> last = {at_.count - 1};
-      co_await wait(cta_.released[last.slot()], last.parity());
-    }
     if (t.open_in >= 0) sum = open_sum(t.open_in, t, warp());
     co_await multiply(t.num_stages);
     const int32_t half = s.block_rows / 2, width = columns(t);

@@ -7,11 +7,39 @@ using namespace test;
 
 namespace {
 
+// What the forwards that ran had to deal with, ranks counted one by one.
+struct SeenForward {
+  int turns = 0, turns_in_several_macrobatches = 0, turns_in_small_rings = 0;
+  int no_turns = 0, no_turns_in_several_macrobatches = 0, no_turns_in_small_rings = 0;
+
+  void add(const Setup& setup, const Routing& routing) {
+    const Shape& s = setup.shape;
+    for (const HostPlan& plan : routing.plans) {
+      const int32_t blocks = plan.num_blocks();
+      const bool several = num_macrobatches(s, blocks) > 1, small_ring = s.ring_blocks < blocks;
+      if (turns_of(s, Pass::kForward, std::min(blocks, s.macrobatch_blocks)).rounds > 0) {
+        ++turns;
+        turns_in_several_macrobatches += several;
+        turns_in_small_rings += small_ring;
+      } else {
+        ++no_turns;
+        no_turns_in_several_macrobatches += several;
+        no_turns_in_small_rings += small_ring;
+      }
+    }
+  }
+  int least() const {
+    return std::min({turns, turns_in_several_macrobatches, turns_in_small_rings, no_turns,
+                     no_turns_in_several_macrobatches, no_turns_in_small_rings});
+  }
+};
+
 // What the backwards that ran had to deal with, ranks counted one by one.
 struct Seen {
   int several_macrobatches = 0, cut_experts = 0, cut_twice = 0, no_rows = 0, padded_halves = 0;
   int all_saved = 0, part_saved = 0, none_saved = 0, copies = 0, shared = 0;
   int dedicated = 0, in_compute_workers = 0, one_worker = 0;
+  int kept_near = 0, kept_near_in_a_macrobatch = 0, kept_near_by_the_least_lead = 0;
 
   void add(const Setup& setup, const Routing& routing) {
     const Shape s = setup.backward_shape();
@@ -39,6 +67,12 @@ struct Seen {
       all_saved += setup.save && blocks > 0 && blocks <= s.macrobatch_blocks;
       part_saved += setup.save && blocks > s.macrobatch_blocks;
       none_saved += !setup.save && blocks > 0;
+      // Nobody has begun yet when the first blocks are brought.
+      const bool near = setup.comm_workers == 0 && setup.most_ahead() < blocks;
+      kept_near += near;
+      kept_near_in_a_macrobatch +=
+          near && setup.most_ahead() < std::min(blocks, s.macrobatch_blocks);
+      kept_near_by_the_least_lead += near && setup.most_ahead() == s.group_blocks - 1;
     }
     shared += setup.shared_blocks() > 0;
     dedicated += setup.comm_workers > 0;
@@ -48,12 +82,13 @@ struct Seen {
   int least() const {
     return std::min({several_macrobatches, cut_experts, cut_twice, no_rows, padded_halves,
                      all_saved, part_saved, none_saved, copies, shared, dedicated,
-                     in_compute_workers, one_worker});
+                     in_compute_workers, one_worker, kept_near, kept_near_in_a_macrobatch,
+                     kept_near_by_the_least_lead});
   }
 };
 
 void run(Rng& rng, const Setup& setup, const std::vector<Pass>& passes, Skew skew,
-         const std::string& about, Seen* seen = nullptr) {
+         const std::string& about, Seen* seen = nullptr, SeenForward* seen_forward = nullptr) {
   CHECK(check(setup.shape) == nullptr, about, ": ", check(setup.shape));
   std::vector<std::unique_ptr<Routing>> routings;
   std::vector<Launch> launches;
@@ -66,6 +101,8 @@ void run(Rng& rng, const Setup& setup, const std::vector<Pass>& passes, Skew ske
     }
     launches.push_back(make_launch(setup, pass, *routings.back(), salt));
     if (pass == Pass::kBackward && seen != nullptr) seen->add(setup, *routings.back());
+    if (pass == Pass::kForward && seen_forward != nullptr)
+      seen_forward->add(setup, *routings.back());
   }
   World world(setup, std::move(launches), true);
   const Outcome outcome = simulate(world, rng);
@@ -76,9 +113,11 @@ void run(Rng& rng, const Setup& setup, const std::vector<Pass>& passes, Skew ske
 
 TEST(forward_with_the_smallest_ring) {
   Rng rng(1);
+  SeenForward seen;
   for (int round = 0; round < 1200; ++round)
     run(rng, random_setup(rng, 4, 16, 5), {Pass::kForward, Pass::kForward},
-        static_cast<Skew>(round % kNumSkews), "round " + std::to_string(round));
+        static_cast<Skew>(round % kNumSkews), "round " + std::to_string(round), nullptr, &seen);
+  CHECK(seen.least() >= 200, "a case that the test is for came up only ", seen.least(), " times");
 }
 
 TEST(forward_then_backward) {
@@ -177,11 +216,11 @@ TEST(gpu_proportions) {
     s.lead_blocks = round % 3 == 0 ? 0 : 12;
     s.source_order = SourceOrder::kInterleaved;
     s.rows_in_flight = 0;
-    setup.comm_workers = 6;
+    setup.comm_workers = round % 4 < 2 ? 6 : 0;
     setup.compute_workers = 6;
     setup.look_ahead = 3;
     s.ring_blocks = static_cast<int32_t>(min_ring_blocks(s));
-    run(rng, setup, {Pass::kForward, Pass::kForward}, round % 2 ? Skew::kZipf : Skew::kUniform,
-        "round " + std::to_string(round));
+    run(rng, setup, {Pass::kForward, round % 4 == 2 ? Pass::kBackward : Pass::kForward},
+        round % 2 ? Skew::kZipf : Skew::kUniform, "round " + std::to_string(round));
   }
 }
