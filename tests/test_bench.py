@@ -137,6 +137,20 @@ def test_sweep_of_minibatches_and_routings(tmp_path):
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_sweep_of_minibatches_and_comm_sms(tmp_path):
+    """A CPU has none of the latter, but takes the setting."""
+    sweep = ("--minibatch", "64", "128", "--comm-sms", "0", "8")
+    record = bench(tmp_path, "--tokens=64", "--ranks=1", "--candidates=jax_mok", *sweep, *SMALL)
+    facts = [p["problem"] for p in record["problems"]]
+    assert [(f["minibatch"], f["comm_sms"]) for f in facts] == [
+        (64, 0),
+        (64, 8),
+        (128, 0),
+        (128, 8),
+    ]
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_step(tmp_path):
     """Both axes of the mesh, all candidates that a CPU has: the same losses, which fall."""
     small = ("--step", "--layers=1", "--sequence=16", "--tokens=32", "--ranks=2", *SMALL)

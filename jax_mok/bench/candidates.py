@@ -35,6 +35,7 @@ class Setting:
     num_experts: int
     dtype: str
     minibatch: int | None = None  # jax_mok's Config.minibatch_size
+    comm_sms: int | None = None  # jax_mok's Config.fwd_num_comm_sms and bwd_num_comm_sms
 
     @property
     def platform(self) -> str:
@@ -43,7 +44,12 @@ class Setting:
 
 def fused(setting: Setting, **config) -> Layer:
     """`config`: further fields of jax_mok's Config."""
-    config = jax_mok.Config(minibatch_size=setting.minibatch, **config)
+    config = jax_mok.Config(
+        minibatch_size=setting.minibatch,
+        fwd_num_comm_sms=setting.comm_sms,
+        bwd_num_comm_sms=setting.comm_sms,
+        **config,
+    )
     layer = functools.partial(jax_mok.moe, mesh=setting.mesh, config=config, implementation="fused")
     try:  # a layer of the least size tells whether there is a fused implementation here
         rows, experts = setting.mesh.size, setting.num_experts
@@ -147,7 +153,13 @@ def make_run(name: str, problem: Problem, arguments, backward: bool) -> Callable
     """`run(*arguments)`, which starts the work and returns what has to be waited for."""
     if name == "torch":
         return torch_grouped_mm(problem, arguments, backward)
-    setting = Setting(problem.mesh(), problem.shape.num_experts, problem.dtype, problem.minibatch)
+    setting = Setting(
+        problem.mesh(),
+        problem.shape.num_experts,
+        problem.dtype,
+        problem.minibatch,
+        problem.comm_sms,
+    )
     layer = LAYERS[name](setting)
     if not backward:
         return jax.jit(layer)

@@ -27,6 +27,7 @@ class Problem:
     dtype: str = "bfloat16"
     routing: str = "uniform"
     minibatch: int | None = None  # jax_mok's Config.minibatch_size
+    comm_sms: int | None = None  # jax_mok's Config.fwd_num_comm_sms and bwd_num_comm_sms
     seed: int = 0
 
     @property
@@ -127,13 +128,14 @@ def dtype_of(args) -> str:
 
 
 def problems_of(args) -> list[Problem]:
-    """The layers, with all their numbers of tokens, routings and minibatches."""
+    """The layers, with all their numbers of tokens, routings, minibatches and comm SMs."""
     ranks = args.ranks or len(jax.devices())
     tokens = args.tokens or ([512] if jax.default_backend() == "cpu" else [8192])
     return [
-        Problem(shape, t, ranks, dtype_of(args), routing, minibatch)
+        Problem(shape, t, ranks, dtype_of(args), routing, minibatch, comm_sms)
         for shape in shapes_of(args)
         for t in tokens
         for routing in args.routing
         for minibatch in args.minibatch
+        for comm_sms in args.comm_sms
     ]

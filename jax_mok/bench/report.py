@@ -81,13 +81,20 @@ def save(name: str, record: dict[str, Any], folder: pathlib.Path) -> pathlib.Pat
     return path
 
 
+_AXES = {"tokens": "tokens per rank", "minibatch": "minibatch rows", "comm_sms": "comm SMs"}
+
+
 def plot(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Milliseconds: lines over what was swept (tokens or minibatch), else bars per problem."""
+    """Milliseconds: lines over what was swept, else bars per problem.
+
+    Tokens, minibatches or comm SMs; with minibatches and comm SMs a line for each of the latter.
+    """
     problems = record["problems"]
-    values = lambda field: {p["problem"][field] for p in problems}
-    swept = [f for f in ("tokens", "minibatch") if len(values(f)) > 1 and None not in values(f)]
+    values = lambda field: {p["problem"].get(field) for p in problems}
+    swept = [f for f in _AXES if len(values(f)) > 1 and None not in values(f)]
     one_layer = len({p["problem"]["shape"]["name"] for p in problems}) == 1
-    draw = _lines if len(swept) == 1 and one_layer else _bars
+    lines = len(swept) == 1 or swept == ["minibatch", "comm_sms"]
+    draw = _lines if lines and one_layer else _bars
     _figure(record, path, lambda plt: draw(plt, problems, *swept[:1]), "; dashed: floor")
 
 
@@ -146,31 +153,39 @@ def _bars(plt, problems, *_):
 
 
 def _lines(plt, problems, field: str):
-    """A line per candidate and routing."""
+    """A line per candidate, routing and number of comm SMs (unless they are the axis)."""
     figure, axis = plt.subplots(figsize=(6, 4))
-    routings = list(dict.fromkeys(p["problem"]["routing"] for p in problems))
+
+    def group(problem):
+        facts = problem["problem"]
+        return facts["routing"], None if field == "comm_sms" else facts.get("comm_sms")
+
+    groups = list(dict.fromkeys(map(group, problems)))
+    routings = list(dict.fromkeys(routing for routing, _ in groups))
     for name in _candidates(problems):
-        for routing in routings:
+        for routing, comm_sms in groups:
             points = [
                 (problem["problem"][field], row["ms"])
                 for problem in problems
                 for row in problem["rows"]
-                if problem["problem"]["routing"] == routing
+                if group(problem) == (routing, comm_sms)
                 and row["candidate"] == name
                 and "ms" in row
             ]
             if points:
                 label = name if len(routings) == 1 else f"{name}, {routing}"
+                label += "" if comm_sms is None else f", {comm_sms} comm SMs"
                 axis.plot(*zip(*sorted(points)), marker="o", label=label)
     floor = sorted({(problem["problem"][field], problem["floor_ms"]) for problem in problems})
     axis.plot(*zip(*floor), color="C3", linestyle="--", linewidth=1)
-    axis.set_xscale("log", base=2)
+    if field != "comm_sms":
+        axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     if field == "tokens":
         axis.set_yscale("log")
     else:
         axis.set_ylim(bottom=0)
-    axis.set_xlabel({"tokens": "tokens per rank", "minibatch": "minibatch rows"}[field])
+    axis.set_xlabel(_AXES[field])
     axis.set_ylabel("ms")
     title = problems[0]["title"]
     if len(routings) > 1:

@@ -33,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minibatch", type=int, nargs="+", default=[None], help="rows; default: chosen by jax_mok"
     )
+    parser.add_argument(
+        "--comm-sms",
+        type=int,
+        nargs="+",
+        default=[None],
+        help="multiprocessors that only communicate, in both passes; default: chosen by jax_mok",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--backward", action="store_true", help="forward and backward")
     what.add_argument(
@@ -138,6 +145,8 @@ def _measure(problem: Problem, args, ceiling: float, *, shared_device: bool) -> 
             }
         )
     rows.sort(key=lambda r: names.index(r["candidate"]))
-    report.print_layer(title, rows)
+    settings = {"minibatch": problem.minibatch, "comm SMs": problem.comm_sms}
+    chosen = [f"{name} {value}" for name, value in settings.items() if value is not None]
+    report.print_layer(", ".join([title, *chosen]), rows)
     facts = dataclasses.asdict(problem) | {"imbalance": problem.imbalance}
     return {"title": title, "floor_ms": floor, "rows": rows, "problem": facts}
