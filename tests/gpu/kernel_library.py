@@ -343,6 +343,7 @@ class _LayerCall:
         hooks = _Hooks(
             hooks.get("jitter_seed", self.settings.jitter_seed),
             hooks.get("absent_rank", self.settings.absent_rank),
+            hooks.get("num_sms", 0),
         )
         code = self._launch(
             ctypes.byref(self.facts),
