@@ -1,7 +1,7 @@
 """What compute-sanitizer looks at: a small layer's forward and backward, on few multiprocessors.
 
-python sanitizer_program.py CTAS_PER_RANK: every role has work, there are several macrobatches, and a
-ring that is used again. The kernels' CTAs spin for each other, and the tools slow them down by
+python sanitizer_program.py CTAS_PER_RANK: every role has work, there are several macrobatches, and
+a ring that is used again. The kernels' CTAs spin for each other, and the tools slow them down by
 hundreds: few CTAs, long time-outs.
 """
 
