@@ -139,8 +139,8 @@ class Dispatcher {
 
   // The backward's rings hold a macrobatch. Rows that come long before they are needed would be
   // evicted from L2 in the meantime, and push out what is needed now: so a worker keeps a few
-  // rounds of tiles ahead of what its CTA works on. The round that is farthest behind waits for
-  // rows that nobody holds back, if the lead is more than a group.
+  // rounds of tiles ahead of what its CTA works on. Whoever is farthest behind waits for rows that
+  // nobody holds back, since the lead is more than a group.
   __device__ bool keep_near(int block, int unit) {
     const plan::Shape& shape = p_.geometry.shape;
     const int lead = count_ * 3 / (2 * shape.gate_up_tiles) + 2 * shape.group_blocks;

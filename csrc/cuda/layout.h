@@ -112,7 +112,7 @@ struct GradRoute {
 };
 
 // How rows are cut into copies. A row travels in `parts` pieces; `rows` neighbouring rows make a
-// unit, which one worker moves and signals at once. rows * parts >= 2.
+// unit, which one worker moves and signals at once. A unit of several rows fits the buffers.
 struct DispatchUnit {
   int32_t rows;
   int32_t parts;
