@@ -37,7 +37,7 @@ MOK_DEVICE void store_hidden_panel(const BackwardParams& p, bool shared, int row
     uint4 value[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      value[i] = load_shared(from + array * kHiddenStagingBytes + i * 512 +
+      value[i] = load_shared(from + array * kStagingBytes + i * 512 +
                              ((lane % 8 ^ (lane / 8 + i % 2 * 4)) << 4));
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_global(to + i * 4 * inner * 2, value[i]);
@@ -55,8 +55,8 @@ MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, cons
   // Lanes 0..15 address the rows of h (and of d_up), lanes 16..31 those of d_gate.
   const int lane = threadIdx.x % 32;
   const uint32_t row = staging + (lane & 15) * 128 + ((lane & 7) << 4);
-  const uint32_t first = row + (lane < 16 ? 0 : kHiddenStagingBytes);
-  const uint32_t second = row + 2 * kHiddenStagingBytes;
+  const uint32_t first = row + (lane < 16 ? 0 : kStagingBytes);
+  const uint32_t second = row + 2 * kStagingBytes;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     float g[4], u[4];
@@ -77,7 +77,7 @@ MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, cons
     store_matrix_x2(second ^ j << 4, d_up[0], d_up[1]);
   }
   __syncwarp();
-  store(staging);
+  store();
   __syncwarp();
 }
 

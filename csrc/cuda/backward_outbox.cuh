@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/backward_loader.cuh"
+#include "cuda/epilogue.cuh"
 
 namespace jax_mok::cuda {
 
@@ -17,10 +18,9 @@ static_assert(kOutboxBytes >= kOutboxSlots * kOutboxSlotBytes, "slots overlap");
 // Recomputed hidden gradients need more stages than other tiles, and reach into the outbox. Behind
 // them every warp has a piece of its own where it turns hidden gradients into rows: h, d_gate and
 // d_up, 16 rows x 64 columns each.
-constexpr int kHiddenStagingBytes = 16 * 128;
 constexpr int kHiddenStagingStart = sizeof(AlternatingStages) - sizeof(BackwardStages);
 static_assert(kHiddenStagingStart % 128 == 0, "swizzled");
-static_assert(kHiddenStagingStart + kConsumerWarps * 3 * kHiddenStagingBytes <= kOutboxBytes,
+static_assert(kHiddenStagingStart + kConsumerWarps * 3 * kStagingBytes <= kOutboxBytes,
               "more stages than the outbox has room for");
 
 struct OutboxBarriers {
@@ -69,7 +69,7 @@ class Outbox {
   MOK_DEVICE void close_all() { close(kOutboxSlots); }
   // A warp's own piece for hidden gradients. Nobody takes it from there.
   MOK_DEVICE uint32_t staging(int warp) {
-    return open_all() + kHiddenStagingStart + warp * 3 * kHiddenStagingBytes;
+    return open_all() + kHiddenStagingStart + warp * 3 * kStagingBytes;
   }
 
  private:
@@ -89,13 +89,13 @@ class Storer {
   // Whole warp.
   __device__ void run() {
     for (;; tile_at_.advance()) {
-      if (!all(wait_barrier_timed(watch_, &ring_.known[tile_at_.slot()], tile_at_.parity(),
-                                  FaultPhase::kGradHidden, -1)))
+      if (!all_lanes(wait_barrier_timed(watch_, &ring_.known[tile_at_.slot()], tile_at_.parity(),
+                                        FaultPhase::kGradHidden, -1)))
         break;
       const GradTile tile = ring_.tiles[tile_at_.slot()];
-      if (tile.work == GradWork::kEnd || !all(store(tile)) ||
-          !all(wait_barrier_timed(watch_, &ring_.done[tile_at_.slot()], tile_at_.parity(),
-                                  phase_of(tile.work), tile.block)))
+      if (tile.work == GradWork::kEnd || !all_lanes(store(tile)) ||
+          !all_lanes(wait_barrier_timed(watch_, &ring_.done[tile_at_.slot()], tile_at_.parity(),
+                                        phase_of(tile.work), tile.block)))
         break;
       if (lane_ == 0) {
         if (tile.work == GradWork::kHidden || tile.work == GradWork::kHiddenSaved)
@@ -110,8 +110,6 @@ class Storer {
   }
 
  private:
-  static MOK_DEVICE bool all(bool good) { return __all_sync(kAllLanes, good); }
-
   __device__ bool store(const GradTile& t) {
     switch (t.work) {
       case GradWork::kInput:
@@ -164,7 +162,7 @@ class Storer {
     for (int i = 0; i < kOutboxSlots && good; ++i, at.advance())
       good = wait_barrier_timed(watch_, &barriers_.full[at.slot()], at.parity(),
                                 FaultPhase::kGradInput, t.block);
-    if (!all(good)) return false;
+    if (!all_lanes(good)) return false;
     const int column = t.n * kTileColumns;
     const uint32_t bytes = min(kTileColumns, g.hidden - column) * 2;
     for (int row = lane_; row < kBlockRows; row += 32) {

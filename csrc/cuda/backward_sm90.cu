@@ -202,7 +202,7 @@ class GradConsumer {
               round_to_bf16(u[i], u[i + 1]);
             }
           },
-          staging, [&](uint32_t from) { store_panel(t, column + panel * 64, from); });
+          staging, [&] { store_panel(t, column + panel * 64, staging); });
     }
   }
 
@@ -247,7 +247,7 @@ class GradConsumer {
             }
             if (j == 7 && more) load(panel + 1);
           },
-          staging, [&](uint32_t from) { store_panel(t, column, from); });
+          staging, [&] { store_panel(t, column, staging); });
       if (panel % 2 == 1 || column + 64 >= intermediate) store_dots(t, column, dot);
     }
   }

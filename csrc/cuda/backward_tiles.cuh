@@ -147,7 +147,8 @@ class GradScheduler {
     t.block = block;
     t.token_row = t.hidden_row = (v_ * capacity + plan::ring_slot(block, capacity)) * kBlockRows;
     t.expert = v_ * g.shape.num_local_experts + expert;
-    t.progress = block / capacity * capacity;  // weights and tokens: all of the macrobatch
+    t.progress = plan::macrobatch_of(g.shape, block) *
+                 capacity;  // weights and tokens: all of the macrobatch
     t.open_in = t.open_out = -1;
     return t;
   }

@@ -106,16 +106,13 @@ class Dispatcher {
       return {route.x, route.dy};
   }
 
-  __device__ static bool reached(const uint32_t* counter, uint32_t target) {
-    return static_cast<int32_t>(load_acquire_gpu(counter) - target) >= 0;
-  }
-  __device__ static bool all(bool good) { return __all_sync(kAllLanes, good); }
   // Signals what is held back, then waits; the lanes may wait for different counters, or for none.
   __device__ bool wait(const uint32_t* counter, uint32_t target, int slot, int unit) {
-    if (all(counter == nullptr || reached(counter, target))) return true;
+    if (all_lanes(counter == nullptr || reached(load_acquire_gpu(counter), target))) return true;
     signal_stored();
-    return all(counter == nullptr || wait_counter(watch_, counter, target, FaultPhase::kDispatch,
-                                                  unit * unit_.rows, slot));
+    return all_lanes(
+        counter == nullptr ||
+        wait_counter(watch_, counter, target, FaultPhase::kDispatch, unit * unit_.rows, slot));
   }
 
   // Until the unit's place in the ring is free.
@@ -144,11 +141,11 @@ class Dispatcher {
   __device__ bool keep_near(int block, int unit) {
     const plan::Shape& shape = p_.geometry.shape;
     const int lead = count_ * 3 / (2 * shape.gate_up_tiles) + 2 * shape.group_blocks;
-    const auto near = [&] { return all(*progress_ <= block + lead); };
+    const auto near = [&] { return all_lanes(*progress_ <= block + lead); };
     if (progress_ == nullptr || near()) return true;
     signal_stored();
     while (!near()) {  // the CTA's own scheduler and storer find out if it is stuck
-      if (!all(!watch_.cta_abort.raised() && !aborted(watch_))) return false;
+      if (!all_lanes(!watch_.cta_abort.raised() && !aborted(watch_))) return false;
       __nanosleep(200);
     }
     return true;
@@ -181,8 +178,8 @@ class Dispatcher {
         bulk_load(buffer_, from + offset, bytes, loaded_);
       }
       signal_stored();
-      if (!all(!active ||
-               wait_barrier_timed(watch_, loaded_, parity_, FaultPhase::kDispatch, unit))) {
+      if (!all_lanes(!active ||
+                     wait_barrier_timed(watch_, loaded_, parity_, FaultPhase::kDispatch, unit))) {
         if (active) wait_landed(loaded_, parity_);
         return false;
       }

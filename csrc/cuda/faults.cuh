@@ -75,14 +75,18 @@ MOK_DEVICE bool aborted(const Watch& w) {
   return true;
 }
 
-// Until a counter of this rank has reached `target`; false = the call is given up. Counters only
-// grow; the difference is signed so that their width does not matter.
+// Counters only grow; the difference is signed so that their width does not matter.
+MOK_DEVICE bool reached(uint32_t value, uint32_t target) {
+  return static_cast<int32_t>(value - target) >= 0;
+}
+
+// Until a counter of this rank has reached `target`; false = the call is given up.
 MOK_DEVICE bool wait_counter(const Watch& w, const uint32_t* counter, uint32_t target,
                              FaultPhase phase, int tile, int slot) {
   uint32_t value = load_acquire_gpu(counter);
-  if (static_cast<int32_t>(value - target) >= 0) return true;
+  if (reached(value, target)) return true;
   const uint64_t start = global_timer_ns();
-  while (static_cast<int32_t>((value = load_acquire_gpu(counter)) - target) < 0) {
+  while (!reached(value = load_acquire_gpu(counter), target)) {
     if (aborted(w)) return false;
     if (global_timer_ns() - start > w.timeout_ns) {
       report(w, {FaultCode::kTimeout, phase, tile, slot, static_cast<int32_t>(value),

@@ -26,6 +26,7 @@ MOK_DEVICE int thread_index() {
 }
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+MOK_DEVICE bool all_lanes(bool good) { return __all_sync(kAllLanes, good); }
 
 // One lane of a converged warp.
 MOK_DEVICE bool elect_one() {
