@@ -37,6 +37,16 @@ class Setting:
     minibatch: int | None = None  # jax_mok's Config.minibatch_size
     comm_sms: int | None = None  # jax_mok's Config.fwd_num_comm_sms and bwd_num_comm_sms
 
+    @classmethod
+    def of(cls, problem: Problem) -> "Setting":
+        return cls(
+            problem.mesh(),
+            problem.shape.num_experts,
+            problem.dtype,
+            problem.minibatch,
+            problem.comm_sms,
+        )
+
     @property
     def platform(self) -> str:
         return self.mesh.devices.flat[0].platform
@@ -153,14 +163,7 @@ def make_run(name: str, problem: Problem, arguments, backward: bool) -> Callable
     """`run(*arguments)`, which starts the work and returns what has to be waited for."""
     if name == "torch":
         return torch_grouped_mm(problem, arguments, backward)
-    setting = Setting(
-        problem.mesh(),
-        problem.shape.num_experts,
-        problem.dtype,
-        problem.minibatch,
-        problem.comm_sms,
-    )
-    layer = LAYERS[name](setting)
+    layer = LAYERS[name](Setting.of(problem))
     if not backward:
         return jax.jit(layer)
 

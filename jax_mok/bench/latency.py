@@ -126,8 +126,7 @@ def _latencies(names, tokens, virtual, devices, chain, dtype, args) -> list[dict
 
 def _chain(name: str, problem: Problem, arguments, virtual: int, calls: int):
     """A compiled program of `calls` calls, each of the result of the one before."""
-    setting = candidates.Setting(problem.mesh(), problem.shape.num_experts, problem.dtype)
-    layer = candidates.LAYERS[name](setting)
+    layer = candidates.LAYERS[name](candidates.Setting.of(problem))
 
     def run(x, *others):
         for _ in range(calls):
@@ -187,8 +186,7 @@ def _links(args, ranks: int, dtype: str, routing: str) -> dict:
     # A ring for whatever the routing brings, so that the count above is what happens.
     ring = _most_rows(ids, shape.num_experts)
     arguments = problem.arguments()
-    setting = candidates.Setting(problem.mesh(), shape.num_experts, dtype)
-    layer = candidates.fused(setting, macrobatch_size=ring)
+    layer = candidates.fused(candidates.Setting.of(problem), macrobatch_size=ring)
     run = jax.jit(layer).lower(*arguments).compile()
     timing.wait(run(*arguments))
     times = timing.in_turns({"": run}, arguments, rounds=args.rounds, seconds=args.seconds)[""]

@@ -340,11 +340,8 @@ class _LayerCall:
             tensor.fill_(float("nan"))
 
     def launch(self, **hooks):
-        hooks = _Hooks(
-            hooks.get("jitter_seed", self.settings.jitter_seed),
-            hooks.get("absent_rank", self.settings.absent_rank),
-            hooks.get("num_sms", 0),
-        )
+        s = self.settings
+        hooks = _Hooks(**{"jitter_seed": s.jitter_seed, "absent_rank": s.absent_rank, **hooks})
         code = self._launch(
             ctypes.byref(self.facts),
             0,
@@ -504,7 +501,7 @@ class Peers:
     def launch(self, rank, stages=STAGES, call_id=0, **hooks):
         buffers = self._buffers[rank]
         buffers.call_id = call_id
-        hooks = _Hooks(hooks.get("jitter_seed", 0), hooks.get("absent_rank", -1), self._num_sms)
+        hooks = _Hooks(**{"absent_rank": -1, "num_sms": self._num_sms, **hooks})
         for stage in stages:
             code = self._launch_stage(
                 STAGES.index(stage),
