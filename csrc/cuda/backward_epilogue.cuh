@@ -54,7 +54,7 @@ MOK_DEVICE void hidden_panel(const float* dh, const Activation& activation, cons
                              float (&dot)[2], PreActivations pre, uint32_t staging, Store store) {
   // Lanes 0..15 address the rows of h (and of d_up), lanes 16..31 those of d_gate.
   const int lane = threadIdx.x % 32;
-  const uint32_t row = staging + (lane & 15) * 128 + ((lane & 7) << 4);
+  const uint32_t row = anew(staging + (lane & 15) * 128 + ((lane & 7) << 4));
   const uint32_t first = row + (lane < 16 ? 0 : kStagingBytes);
   const uint32_t second = row + 2 * kStagingBytes;
 #pragma unroll

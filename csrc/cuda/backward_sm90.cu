@@ -129,26 +129,28 @@ class GradConsumer {
   MOK_DEVICE void store_panel(const GradTile& t, int column, uint32_t staging) const {
     store_hidden_panel(p_, t.shared, t.hidden_row + warp_row(), column, staging);
   }
-  // Partial <h, dh> of the thread's two rows over the 128 columns from `column`.
-  MOK_DEVICE void store_dots(const GradTile& t, int column, float (&dot)[2]) const {
+  // Where the partial <h, dh> of a row begin, null if nowhere: of row i of the warp in lanes 4 i
+  // and 4 i + 2, of row i + 8 in lanes 4 i + 1 and 4 i + 3. Asked for early, and not looked at: it
+  // comes from memory.
+  MOK_DEVICE float* dot_row(const GradTile& t) const {
     const Geometry& g = p_.geometry;
-    const int lane = threadIdx.x % 32, part = column / kPartColumns;
+    const int lane = threadIdx.x % 32;
+    const int64_t row = int64_t{t.block} * kBlockRows + warp_row() + lane / 4 + lane % 2 * 8;
+    if (!t.shared) return p_.array<GradRoute>(g.workspace.routes, v())[row].part;
+    return row < g.shape.num_tokens ? p_.array<float>(g.workspace.shared_parts, v()) + row
+                                    : nullptr;
+  }
+  // dot: of the thread's two rows, over its part of the 128 columns around `column`.
+  MOK_DEVICE void store_dots(const GradTile& t, int column, float* row, float (&dot)[2]) const {
+    const int64_t tokens = p_.geometry.shape.num_tokens;
+    const int64_t stride = t.shared ? tokens : tokens * p_.geometry.shape.top_k;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       dot[i] += __shfl_xor_sync(kAllLanes, dot[i], 1);
       dot[i] += __shfl_xor_sync(kAllLanes, dot[i], 2);
     }
-    if (lane % 4 < 2) {
-      const int64_t row = int64_t{t.block} * kBlockRows + warp_row() + lane / 4 + lane % 4 * 8;
-      const float value = lane % 4 == 0 ? dot[0] : dot[1];
-      if (!t.shared) {
-        float* to = p_.array<GradRoute>(g.workspace.routes, v())[row].part;
-        if (to != nullptr) to[int64_t{part} * g.shape.num_tokens * g.shape.top_k] = value;
-      } else if (row < g.shape.num_tokens) {
-        p_.array<float>(g.workspace.shared_parts, v())[int64_t{part} * g.shape.num_tokens + row] =
-            value;
-      }
-    }
+    if (threadIdx.x % 4 < 2 && row != nullptr)
+      row[column / kPartColumns * stride] = threadIdx.x % 4 == 0 ? dot[0] : dot[1];
     __syncwarp();  // products follow
   }
 
@@ -161,18 +163,18 @@ class GradConsumer {
     for (int column = first; column < end; column += kPartColumns) {
       float e[64];
       pairs_.multiply(d, e, p_.geometry.hidden / kTileK);
-      float dot[2] = {0.0f, 0.0f};
-      hidden_epilogue(d, e, t, rows, column, end, dot);
-      store_dots(t, column, dot);
+      hidden_epilogue(d, e, t, rows, column, end);
     }
   }
   MOK_DEVICE void hidden_epilogue(float (&d)[128], float (&e)[64], const GradTile& t,
-                                  const RowPair& rows, int column, int end, float (&dot)[2]) {
+                                  const RowPair& rows, int column, int end) {
     const bool biased = !kPlain && !t.shared && p_.b_gate != nullptr;
     const int64_t bias = int64_t{t.expert} * p_.geometry.intermediate + column;
     const __nv_bfloat16* b_gate = static_cast<const __nv_bfloat16*>(p_.b_gate) + bias;
     const __nv_bfloat16* b_up = static_cast<const __nv_bfloat16*>(p_.b_up) + bias;
     const uint32_t staging = outbox_.staging(warp_row() / 16);
+    float dot[2] = {0.0f, 0.0f};
+    float* dots_to = nullptr;
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
       if (column + panel * 64 >= end) break;
@@ -202,12 +204,18 @@ class GradConsumer {
               round_to_bf16(u[i], u[i + 1]);
             }
           },
-          staging, [&] { store_panel(t, column + panel * 64, staging); });
+          staging,
+          [&] {
+            if (panel == 0) dots_to = dot_row(t);
+            store_panel(t, column + panel * 64, staging);
+          });
     }
+    store_dots(t, column, dots_to, dot);
   }
 
   // gate and up as the forward has left them. They are asked for early: the first panel before the
-  // product, the next while this one's results are handed over.
+  // product, the next all at once before this one's results are stored. Loads between the
+  // computations would share scoreboards with the special functions, which then wait for memory.
   MOK_DEVICE void hidden_saved(float (&d)[128], const GradTile& t) {
     const RowPair rows = rows_of(t);
     const int intermediate = p_.geometry.intermediate;
@@ -226,11 +234,13 @@ class GradConsumer {
     products_.template multiply<Major::kK, Major::kK>(d, p_.geometry.hidden / kTileK);
     const uint32_t staging = outbox_.staging(warp_row() / 16);
     float dot[2];
+    float* dots_to = nullptr;
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
       const int column = t.n * p_.geometry.hidden_tile_columns + panel * 64;
       if (column >= intermediate) break;
       const bool more = panel < 3 && column + 64 < intermediate;
+      const bool dots_done = panel % 2 == 1 || column + 64 >= intermediate;
       if (panel % 2 == 0) dot[0] = dot[1] = 0.0f;
       hidden_panel<kKind, kPlain>(
           d + panel * 32, p_.activation, rows, dot,
@@ -245,10 +255,14 @@ class GradConsumer {
               u[2 * i] = bf16_low(uw[i]);
               u[2 * i + 1] = bf16_high(uw[i]);
             }
-            if (j == 7 && more) load(panel + 1);
           },
-          staging, [&] { store_panel(t, column, staging); });
-      if (panel % 2 == 1 || column + 64 >= intermediate) store_dots(t, column, dot);
+          staging,
+          [&] {
+            if (dots_done) dots_to = dot_row(t);
+            if (more) load(panel + 1);
+            store_panel(t, column, staging);
+          });
+      if (dots_done) store_dots(t, column, dots_to, dot);
     }
   }
 

@@ -8,7 +8,7 @@ namespace jax_mok::cuda {
 constexpr int kBackwardThreads = 384;
 extern const int kBackwardSharedBytes;
 
-// `plain`: no biases, no limit, no offset. A kernel of its own: consumers have no registers to
+// `plain`: no biases, alpha 1, no limit, no offset. A kernel of its own: consumers have no registers to
 // spare for what it leaves out.
 const void* backward_kernel(ActivationKind kind, bool plain);
 

@@ -157,7 +157,7 @@ void fill_buffers(const Buffers& buffers, CallParams* p) {
 
 bool is_plain(const ForwardFacts& facts) {
   return !facts.has_biases && std::isinf(facts.activation.limit) &&
-         facts.activation.up_offset == 0.0f;
+         facts.activation.up_offset == 0.0f && facts.activation.alpha == 1.0f;
 }
 
 // One CTA per SM, all resident: they wait for each other.

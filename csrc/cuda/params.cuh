@@ -112,7 +112,7 @@ struct ForwardParams : CallParams {
   void* y;
   void* saved_gate_up;  // null: not saved
   Activation activation;
-  bool plain_activation;  // no biases, no limit, no offset
+  bool plain_activation;  // no biases, alpha 1, no limit, no offset
 
   __device__ uint32_t* x_empty(int v) const { return x_full(v) + geometry.shape.ring_blocks; }
   __device__ uint32_t* h_full(int v) const { return x_empty(v) + geometry.shape.ring_blocks; }

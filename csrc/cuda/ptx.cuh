@@ -26,6 +26,13 @@ MOK_DEVICE int thread_index() {
 }
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+// The same value, but the compiler cannot know: what is computed from it is computed here, instead
+// of once and for all and kept in registers (or local memory). An exchange of every lane with
+// itself.
+MOK_DEVICE uint32_t anew(uint32_t value) {
+  asm volatile("shfl.sync.bfly.b32 %0, %0, 0, 0x1f, 0xffffffff;" : "+r"(value));
+  return value;
+}
 MOK_DEVICE bool all_lanes(bool good) { return __all_sync(kAllLanes, good); }
 
 // One lane of a converged warp.
