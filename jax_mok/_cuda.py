@@ -77,6 +77,11 @@ def testing(**options):
         _testing.reset(token)
 
 
+def options() -> Testing:
+    """What `testing` has set."""
+    return _testing.get()
+
+
 def register() -> None:
     """Registers the custom calls; starts no backend and needs no GPU."""
     if core is None:
@@ -277,7 +282,7 @@ def _forward_call(spec: Spec, ids: jax.Array, ops: Operands, *, save: bool):
         return types
 
     workspace = core.workspace_bytes(facts)
-    y, *saved = _call(spec, FORWARD_CUDA, facts, workspace, results, _operands, ids, ops)
+    y, *saved = custom_call(spec, FORWARD_CUDA, facts, workspace, results, _operands, ids, ops)
     return _cut(y, shape), tuple(saved)
 
 
@@ -304,7 +309,7 @@ def _backward_call(spec: Spec, dy: jax.Array, ids: jax.Array, ops: Operands, sav
     workspace = core.backward_workspace_bytes(facts)
     results = functools.partial(apart.gradient_types, weight_grad_dtype)
     arguments = (dy, ids, ops, saved)
-    grads = _call(spec, BACKWARD_CUDA, facts, workspace, results, operands, *arguments)
+    grads = custom_call(spec, BACKWARD_CUDA, facts, workspace, results, operands, *arguments)
     grads = apart.gradients(grads)
     if apart is not ops:
         total = lambda g: g.astype(jnp.float32).sum(0).astype(g.dtype)
@@ -323,11 +328,12 @@ def _require(problem: str) -> None:
         raise ValueError(f"jax_mok.moe cannot run on this GPU: {problem}.")
 
 
-def _call(
-    spec: Spec, target: str, facts, workspace: int, results, operands, *arguments
+def custom_call(
+    spec: Any, target: str, facts, workspace: int, results, operands, *arguments
 ) -> list[jax.Array]:
     """Results of a custom call on the stream of the collectives.
 
+    spec: `groups` of it, as `Spec` has them.
     workspace: bytes of scratch memory that the call gets from XLA's own pool.
     results: types, for an operand that says over which mesh axes they vary.
     operands: of the custom call, for `arguments`. The absent ones are made on that stream: outside,
@@ -385,7 +391,7 @@ def _padded(ops: Operands) -> Operands:
 
 
 # What the kernels report: codes and phases as in csrc/cuda/forward.h.
-_TIMEOUT, _PEER_FAULT, _ID_OUT_OF_RANGE, _ID_REPEATED = 1, 2, 3, 4
+_TIMEOUT, _PEER_FAULT, _ID_OUT_OF_RANGE, _ID_REPEATED, _MOVE_OUT_OF_RANGE = 1, 2, 3, 4, 5
 _PHASES = (
     "start",
     "dispatch",
@@ -440,6 +446,11 @@ def _describe(fault: dict[str, int]) -> str:
         return where + (
             f"expert_ids[{counter}, {fault['target']}] of rank {fault['tile']} is "
             f"{fault['value']}{what}"
+        )
+    if code == _MOVE_OUT_OF_RANGE:
+        return where + (
+            f"move {fault['tile']} of its list, row {counter} to row {fault['target']}, the other "
+            f"rank being {fault['value']}, is not one that it can make"
         )
     return where + f"unknown fault {fault}"
 

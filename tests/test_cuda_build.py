@@ -68,7 +68,9 @@ def test_backward_report(backward):
     assert set(re.findall(r"Used (\d+) registers", report)) == {"168"}
 
 
-@pytest.mark.parametrize("source, kernels", [("plan_kernels.cu", 8), ("meeting.cu", 3)])
+@pytest.mark.parametrize(
+    "source, kernels", [("plan_kernels.cu", 8), ("meeting.cu", 3), ("exchange.cu", 1)]
+)
 def test_small_kernels_report(tmp_path, source, kernels):
     check_report(compile_cubin(source, tmp_path / "kernels.cubin"), kernels)
 

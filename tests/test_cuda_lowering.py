@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jax_mok
 from jax_mok import _cuda, runtime
 from jax_mok._fused import OUTPUT_NAME, RESIDUAL_NAME
+from jax_mok.bench import exchange
 from jax_mok.ffi import BACKWARD_CUDA, FORWARD_CUDA
 
 pytestmark = pytest.mark.skipif(
@@ -230,7 +231,7 @@ def by_reference(spec, target, facts, workspace, results, operands, *arguments):
 def test_values_around_the_calls(monkeypatch, case, residuals, ranks):
     """Padding, the order of operands and gradients, and the sum over virtual ranks, with calls that
     are right."""
-    monkeypatch.setattr(_cuda, "_call", by_reference)
+    monkeypatch.setattr(_cuda, "custom_call", by_reference)
     with _cuda.testing(virtual_ranks=ranks):
         got = case.value_and_grads(
             implementation="fused", config=jax_mok.Config(residuals=residuals)
@@ -499,6 +500,35 @@ def test_no_symbolic_dims_on_gpus():
         jax.export.export(jax.jit(run), platforms=["cuda"])(x, ids, weights)
 
 
+@pytest.mark.parametrize("mode", exchange.MODES)
+def test_exchange_of_rows(mesh, mode):
+    """The benchmark's call is one like a layer's: on the same stream, with the same groups."""
+    x = jax.ShapeDtypeStruct((NUM_RANKS * 16, 40), jnp.bfloat16)
+    moves = jax.ShapeDtypeStruct((NUM_RANKS * 7, 4), jnp.int32)
+    text = lowered(exchange.program(mesh, exchange.Spec(mode, 32, 24)), x, moves)
+    (call,) = calls(text, exchange.EXCHANGE_CUDA)
+    assert annotated(text) == [exchange.EXCHANGE_CUDA]
+    operands, results = types(call)
+    assert operands == ["16x40xbf16", "7x4xi32"] and results[:2] == ["32x40xbf16", "1xi32"]
+    assert re.search(r"groups = dense<\[0, 1, 2, 3\]>", call)
+    sizes = dict(num_ranks=4, num_virtual_ranks=1, num_tokens=16, num_rows=32, num_moves=7)
+    for name, value in dict(sizes, row_bytes=80, num_sms=24, push=int(mode == "push")).items():
+        assert f"{name} = {value} : i64" in call
+
+
+def test_exchange_between_virtual_ranks():
+    one = cases.mesh((1,), ("expert",))
+    x = jax.ShapeDtypeStruct((2 * 16, 40), jnp.bfloat16)
+    moves = jax.ShapeDtypeStruct((2 * 7, 4), jnp.int32)
+    with _cuda.testing(virtual_ranks=2):
+        text = lowered(exchange.program(one, exchange.Spec("pull", 32, 24)), x, moves)
+    (call,) = calls(text, exchange.EXCHANGE_CUDA)
+    assert types(call)[0] == ["32x40xbf16", "14x4xi32"]
+    assert types(call)[1][:2] == ["64x40xbf16", "2xi32"]
+    for name, value in dict(num_ranks=2, num_virtual_ranks=2, num_tokens=16, num_moves=7).items():
+        assert f"{name} = {value} : i64" in call
+
+
 def test_faults_in_words():
     fault = dict(code=1, rank=1, phase=0, tile=0, counter=3, value=6, target=7, call=7)
     assert "rank 3 did not come" in _cuda._describe(fault)
@@ -511,3 +541,5 @@ def test_faults_in_words():
     bad_id = dict(code=3, rank=1, phase=0, tile=2, counter=17, value=99, target=1, call=7)
     assert "expert_ids[17, 1] of rank 2 is 99" in _cuda._describe(bad_id)
     assert "rank 3 gave the call up" in _cuda._describe(fault | {"code": 2})
+    bad_move = dict(code=5, rank=1, phase=1, tile=2, counter=17, value=3, target=99, call=7)
+    assert "move 2 of its list, row 17 to row 99" in _cuda._describe(bad_move)

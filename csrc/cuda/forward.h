@@ -92,6 +92,9 @@ enum class FaultCode : int32_t {
   kPeerFault = 2,     // rank `counter` gave the same call up (`value` 1), or is at another one (0)
   kIdOutOfRange = 3,  // expert id `value` at (rank `tile`, token `counter`, slot `target`)
   kIdRepeated = 4,    // likewise: an earlier slot of the token has the same id
+  // Of an exchange: move `tile` of the rank's list, of row `counter` to or from rank `value`, to
+  // row `target`.
+  kMoveOutOfRange = 5,
 };
 enum class FaultPhase : int32_t {
   kStart,

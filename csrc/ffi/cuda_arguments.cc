@@ -38,9 +38,12 @@ CudaCall<Pass> decode_all(const xffi::Dictionary& dictionary) {
   if constexpr (std::is_same_v<Pass, ForwardPass>) {
     call.facts = read_facts(attributes);
     problem = cuda::check(call.facts);
-  } else {
+  } else if constexpr (std::is_same_v<Pass, BackwardPass>) {
     call.facts = read_backward_facts(attributes);
     problem = cuda::check_backward(call.facts);
+  } else {
+    call.facts = read_exchange_facts(attributes);
+    problem = cuda::check_exchange(call.facts);
   }
   if (!problem.empty()) fail(problem);
   call.hooks = read_hooks(attributes);
@@ -151,6 +154,18 @@ void decode_all(const cuda::BackwardFacts& f, const xffi::RemainingArgs& operand
   b->workspace = take_workspace(out, cuda::backward_workspace_bytes(f));
 }
 
+void decode_all(const cuda::ExchangeFacts& f, const xffi::RemainingArgs& operands,
+                const xffi::RemainingRets& results, cuda::ExchangeBuffers* b) {
+  const int64_t ranks = f.num_virtual_ranks, columns = f.row_bytes / 2;
+  Reader in("operand", buffers_of(operands), 2);
+  b->x = in.take("x", {ranks * f.num_tokens, columns}, {kBf16});
+  b->moves = static_cast<const cuda::Move*>(in.take("moves", {ranks * f.num_moves, 4}, {kS32}));
+  Reader out("result", buffers_of(results), 3);
+  b->rows = out.take("rows", {ranks * f.num_rows, columns}, {kBf16});
+  b->ns = static_cast<int32_t*>(out.take("ns", {ranks}, {kS32}));
+  b->workspace = take_workspace(out, cuda::exchange_workspace_bytes(f));
+}
+
 }  // namespace
 
 template <typename Pass>
@@ -175,10 +190,14 @@ xffi::Error decode_buffers(const CudaCall<Pass>& call, xffi::RemainingArgs opera
 
 template xffi::ErrorOr<CudaCall<ForwardPass>> decode_call<ForwardPass>(xffi::Dictionary);
 template xffi::ErrorOr<CudaCall<BackwardPass>> decode_call<BackwardPass>(xffi::Dictionary);
+template xffi::ErrorOr<CudaCall<ExchangePass>> decode_call<ExchangePass>(xffi::Dictionary);
 template xffi::Error decode_buffers<ForwardPass>(const CudaCall<ForwardPass>&, xffi::RemainingArgs,
                                                  xffi::RemainingRets, cuda::ForwardBuffers*);
 template xffi::Error decode_buffers<BackwardPass>(const CudaCall<BackwardPass>&,
                                                   xffi::RemainingArgs, xffi::RemainingRets,
                                                   cuda::BackwardBuffers*);
+template xffi::Error decode_buffers<ExchangePass>(const CudaCall<ExchangePass>&,
+                                                  xffi::RemainingArgs, xffi::RemainingRets,
+                                                  cuda::ExchangeBuffers*);
 
 }  // namespace jax_mok::ffi

@@ -4,22 +4,31 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/backward.h"
-#include "cuda/forward.h"
+#include "cuda/exchange.h"
+#include "ffi/cuda_facts.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mok::ffi {
 
-// The two calls: what is the handlers' business of the differences between them.
+// The calls: what is the handlers' business of the differences between them.
 struct ForwardPass {
   using Facts = cuda::ForwardFacts;
   using Buffers = cuda::ForwardBuffers;
+  static constexpr auto heap_bytes = layer_heap_bytes;
   static constexpr auto launch = cuda::launch_forward;
 };
 struct BackwardPass {
   using Facts = cuda::BackwardFacts;
   using Buffers = cuda::BackwardBuffers;
+  static constexpr auto heap_bytes = layer_heap_bytes;
   static constexpr auto launch = cuda::launch_backward;
+};
+// No pass of a layer, but a call like one.
+struct ExchangePass {
+  using Facts = cuda::ExchangeFacts;
+  using Buffers = cuda::ExchangeBuffers;
+  static constexpr auto heap_bytes = cuda::exchange_heap_bytes;
+  static constexpr auto launch = cuda::launch_exchange;
 };
 
 // What the attributes say: all that Prepare and Initialize know.

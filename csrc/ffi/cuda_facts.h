@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/backward.h"
+#include "cuda/exchange.h"
 
 namespace jax_mok::ffi {
 
@@ -46,6 +47,26 @@ template <typename Source>
 cuda::BackwardFacts read_backward_facts(const Source& source) {
   cuda::BackwardFacts f{read_facts(source)};
   f.float32_weight_grads = source.integer("float32_weight_grads") != 0;
+  return f;
+}
+
+// Of an exchange of rows.
+template <typename Source>
+cuda::ExchangeFacts read_exchange_facts(const Source& source) {
+  cuda::ExchangeFacts f;
+  const auto integer = [&](const char* name, int32_t* field) {
+    *field = static_cast<int32_t>(source.integer(name));
+  };
+  integer("num_ranks", &f.num_ranks);
+  integer("num_virtual_ranks", &f.num_virtual_ranks);
+  integer("num_tokens", &f.num_tokens);
+  integer("num_rows", &f.num_rows);
+  integer("num_moves", &f.num_moves);
+  integer("row_bytes", &f.row_bytes);
+  integer("num_sms", &f.num_sms);
+  f.push = source.integer("push") != 0;
+  f.timeout_seconds = source.real("timeout_seconds");
+  f.start_timeout_seconds = source.real("start_timeout_seconds");
   return f;
 }
 

@@ -1,4 +1,5 @@
-// The CUDA handlers of both passes: decode, check, launch; no arithmetic here.
+// The CUDA handlers of both passes, and of the benchmark's exchange of rows: decode, check, launch;
+// no arithmetic here.
 //
 // Prepare asks XLA for the communicator of the ranks and loads every kernel, Initialize makes the
 // peer heap, Execute launches. Execute never allocates, synchronises or loads anything: a peer's
@@ -20,7 +21,6 @@
 
 #include "cuda/peer_memory.h"
 #include "ffi/cuda_arguments.h"
-#include "ffi/cuda_facts.h"
 #include "xla/ffi/api/collectives_api.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -99,6 +99,7 @@ xffi::Error load_kernels() {
     if (e == cudaSuccess && loaded.count(device) != 0) return xffi::Error::Success();
   }
   if (e == cudaSuccess) e = cuda::prepare_module();
+  if (e == cudaSuccess) e = cuda::prepare_exchange();
   if (e == cudaSuccess) {
     std::lock_guard<std::mutex> lock(mutex);
     loaded.insert(device);
@@ -120,7 +121,7 @@ xffi::ErrorOr<cuda::HeapNeed> heap_need(const CudaCall<Pass>& call,
   cuda::HeapNeed need;
   need.num_ranks = call.facts.num_ranks;
   need.num_virtual_ranks = call.facts.num_virtual_ranks;
-  need.bytes = layer_heap_bytes(call.facts);
+  need.bytes = Pass::heap_bytes(call.facts);
   need.run = run;
   if (!call.has_peers()) return need;
   if (!communicators) return xffi::Unexpected(no_communicators());
@@ -293,4 +294,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCudaInitialize,
                               jax_mok::ffi::bind_initialize());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokBackwardCuda,
                               jax_mok::ffi::execute_guarded<jax_mok::ffi::BackwardPass>,
+                              jax_mok::ffi::bind_execute());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokExchangeCudaPrepare,
+                              jax_mok::ffi::prepare_guarded<jax_mok::ffi::ExchangePass>,
+                              jax_mok::ffi::bind_prepare());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokExchangeCudaInitialize,
+                              jax_mok::ffi::initialize_guarded<jax_mok::ffi::ExchangePass>,
+                              jax_mok::ffi::bind_initialize());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMokExchangeCuda,
+                              jax_mok::ffi::execute_guarded<jax_mok::ffi::ExchangePass>,
                               jax_mok::ffi::bind_execute());

@@ -13,6 +13,9 @@ XLA_FFI_Error* JaxMokForwardCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMokBackwardCudaPrepare(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMokBackwardCudaInitialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMokBackwardCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMokExchangeCudaPrepare(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMokExchangeCudaInitialize(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMokExchangeCuda(XLA_FFI_CallFrame* call_frame);
 }
 
 namespace jax_mok::ffi {

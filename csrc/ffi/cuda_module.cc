@@ -3,9 +3,11 @@
 // whoever asks about GPUs starts the driver.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <stdexcept>
 #include <string>
 
@@ -38,6 +40,8 @@ nb::dict handlers() {
       stages(JaxMokForwardCudaPrepare, JaxMokForwardCudaInitialize, JaxMokForwardCuda);
   result["jax_mok_backward_cuda"] =
       stages(JaxMokBackwardCudaPrepare, JaxMokBackwardCudaInitialize, JaxMokBackwardCuda);
+  result["jax_mok_exchange_cuda"] =
+      stages(JaxMokExchangeCudaPrepare, JaxMokExchangeCudaInitialize, JaxMokExchangeCuda);
   return result;
 }
 
@@ -50,6 +54,9 @@ struct DictSource {
 cuda::ForwardFacts facts(const nb::dict& dict) { return ffi::read_facts(DictSource{dict}); }
 cuda::BackwardFacts backward_facts(const nb::dict& dict) {
   return ffi::read_backward_facts(DictSource{dict});
+}
+cuda::ExchangeFacts exchange_facts(const nb::dict& dict) {
+  return ffi::read_exchange_facts(DictSource{dict});
 }
 
 void require(cudaError_t error) {
@@ -157,11 +164,25 @@ NB_MODULE(_cuda_core, m) {
       "check_backward", [](const nb::dict& f) { return cuda::check_backward(backward_facts(f)); },
       nb::arg("facts"), "Empty, or why a backward call with these facts cannot run");
   m.def(
+      "check_exchange", [](const nb::dict& f) { return cuda::check_exchange(exchange_facts(f)); },
+      nb::arg("facts"), "Empty, or why the benchmark's exchange of rows cannot run like this");
+  m.def(
+      "allows_move",
+      [](const nb::dict& f, int rank, const std::array<int32_t, 4>& m) {
+        return cuda::is_allowed(exchange_facts(f), rank, {m[0], m[1], m[2], m[3]});
+      },
+      nb::arg("facts"), nb::arg("rank"), nb::arg("move"),
+      "Whether that rank's kernel makes a move (source rank and row, target rank and row)");
+  m.def(
       "workspace_bytes", [](const nb::dict& f) { return cuda::workspace_bytes(facts(f)); },
       nb::arg("facts"));
   m.def(
       "backward_workspace_bytes",
       [](const nb::dict& f) { return cuda::backward_workspace_bytes(backward_facts(f)); },
+      nb::arg("facts"));
+  m.def(
+      "exchange_workspace_bytes",
+      [](const nb::dict& f) { return cuda::exchange_workspace_bytes(exchange_facts(f)); },
       nb::arg("facts"));
   m.def(
       "heap_bytes", [](const nb::dict& f) { return ffi::layer_heap_bytes(facts(f)); },

@@ -6,7 +6,8 @@ being the input of the next. Several ranks beside one rank tell what it costs to
 devices over the links, on one GPU between virtual ranks (parts of one kernel).
 
 The links are measured with a layer whose experts do almost nothing. Rows and bytes that cross them
-are counted exactly, from the schedule that the call makes.
+are counted exactly, from the schedule that the call makes. Then the rows of a dispatch are moved by
+themselves, pulled and pushed.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import numpy as np
 
 import jax_mok
 from jax_mok import _cuda, ops
-from jax_mok.bench import candidates, report, timing
+from jax_mok.bench import candidates, exchange, report, timing
 from jax_mok.bench.problem import Problem, dtype_of
 from jax_mok.shapes import MoeShape
 
@@ -56,12 +57,15 @@ def main(args) -> int:
     links = [_links(args, ranks, dtype, routing) for routing in args.routing if ranks > 1]
     if not links:
         print("links: a single device has none")
+    sms = [n for n in args.comm_sms if n] or exchange.SMS
+    exchanged = exchange.compare(_link_shape(args), LINK_TOKENS, ranks, sms, args.rounds)
     if args.save:
         record = {
             "environment": report.environment(),
             "chain": chain,
             "latency": rows,
             "links": links,
+            "exchange": exchanged,
         }
         print(f"kept in {report.save(args.save, record, args.folder)}")
     return 0
@@ -174,12 +178,16 @@ def traffic(expert_ids: np.ndarray, num_experts: int) -> Traffic:
     return Traffic(most(pulled), most(copies), most(out), most(out_summed), most(pulled + out))
 
 
+def _link_shape(args) -> MoeShape:
+    if args.hidden or jax.default_backend() == "cpu":
+        return dataclasses.replace(LINK_SHAPE, hidden_size=args.hidden or 256)
+    return LINK_SHAPE
+
+
 def _links(args, ranks: int, dtype: str, routing: str) -> dict:
     """A layer that moves rows and computes little: what crosses the links, and how fast."""
     on_cpu = jax.default_backend() == "cpu"
-    shape = dataclasses.replace(LINK_SHAPE, num_experts=8 * ranks)
-    if args.hidden or on_cpu:
-        shape = dataclasses.replace(shape, hidden_size=args.hidden or 256)
+    shape = dataclasses.replace(_link_shape(args), num_experts=8 * ranks)
     problem = Problem(shape, 64 if on_cpu else LINK_TOKENS, ranks, dtype, routing)
     ids = problem.expert_ids().reshape(ranks, problem.tokens, shape.top_k)
     rows = traffic(ids, shape.num_experts)
