@@ -186,7 +186,9 @@ def test_latency(tmp_path, capsys):
     assert 60 <= link["pulled"] <= 64
     assert 200 < link["pulled_without_dedup"] < 312
     assert link["pushed_if_summed"] <= 64 < link["pushed"]
-    assert "dispatch pulls" in capsys.readouterr().out
+    assert record["exchange"] == []
+    printed = capsys.readouterr().out
+    assert "dispatch pulls" in printed and "push against pull: not run" in printed
 
 
 def test_routing_to_one_rank():

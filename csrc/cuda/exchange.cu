@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kThreads) move_rows(const __grid_constant__ Ex
   const bool first = threadIdx.x == 0;
   if (first) atomicMax(&clock->not_begun, ~global_timer_ns());
   jitter(p, 0x30000);
-  if (!aborted(watch)) move_share(p, watch, v);
+  // All threads or none: no row comes in part.
+  if (!__syncthreads_or(aborted(watch))) move_share(p, watch, v);
   __threadfence_system();  // stores have landed, on whichever rank
   __syncthreads();
   uint32_t done = 0;

@@ -170,18 +170,22 @@ def random_rows(ranks: int, tokens: int, hidden: int, seed: int = 0) -> np.ndarr
     return rng.integers(0, 1 << 16, (ranks, tokens, hidden), np.uint16).view(jnp.bfloat16)
 
 
+def wanted_rows(x: np.ndarray, moves: np.ndarray, rank: int, num_rows: int) -> np.ndarray:
+    """uint16 [num_rows, H]: the bits of what a rank should get."""
+    m = moves[moves[:, TARGET] == rank]
+    want = np.full((num_rows, x.shape[-1]), NOTHING_CAME, np.uint16)
+    want[m[:, TARGET_ROW]] = x.view(np.uint16)[m[:, SOURCE], m[:, SOURCE_ROW]]
+    return want
+
+
 def count_wrong_rows(rows: jax.Array, x: np.ndarray, moves: np.ndarray, num_rows: int) -> int:
     """Places of this process's ranks that do not hold, bit for bit, what they should."""
-    bits = x.view(np.uint16)
     wrong = 0
     for shard in rows.addressable_shards:
         got = np.asarray(shard.data).view(np.uint16).reshape(-1, num_rows, x.shape[-1])
         first = (shard.index[0].start or 0) // num_rows
         for rank, its in enumerate(got, first):
-            m = moves[moves[:, TARGET] == rank]
-            want = np.full_like(its, NOTHING_CAME)
-            want[m[:, TARGET_ROW]] = bits[m[:, SOURCE], m[:, SOURCE_ROW]]
-            wrong += int((its != want).any(axis=1).sum())
+            wrong += int((its != wanted_rows(x, moves, rank, num_rows)).any(axis=1).sum())
     return wrong
 
 

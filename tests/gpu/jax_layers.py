@@ -1,11 +1,12 @@
 """Layers for the GPU tests through JAX: made on the device, with an oracle that compiles once a
-shape, however many experts there are.
+shape, however many experts there are. And programs in processes of their own.
 """
 
 import functools
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -293,3 +294,38 @@ def command_buffer_results(what) -> dict:
         results[name] = json.loads(done.stdout.splitlines()[-1])
         print(name, results[name])
     return results
+
+
+def in_two_processes(worker: str, flags: str) -> list[dict]:
+    """What this folder's `worker` prints as JSON, run twice with the arguments PORT RANK."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    program = str(pathlib.Path(__file__).with_name(worker))
+    processes = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": flags,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, program, str(port), str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [p.communicate(timeout=240)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    # XLA may have the last word.
+    results = [[line for line in o.splitlines() if line.startswith("{")] for o in outputs]
+    assert all(results), "\n".join(outputs)
+    return [json.loads(lines[-1]) for lines in results]

@@ -6,12 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -28,6 +22,7 @@ from jax_layers import (
     assert_gradients,
     gradients,
     gradients_function,
+    in_two_processes,
     make,
     require_hopper,
     run,
@@ -365,44 +360,10 @@ def test_jittered_forward_and_backward_calls():
                     counts = []
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("flags", FLAGS)
 def test_two_processes(flags):
     """One GPU each, joined by jax.distributed: the same code, and the bits of one GPU."""
-    worker = pathlib.Path(__file__).with_name("two_process_worker.py")
-    port = free_port()
-    processes = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "XLA_FLAGS": FLAGS[flags],
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(worker), str(port), str(rank)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [p.communicate(timeout=240)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
-    # XLA may have the last word.
-    results = [[line for line in o.splitlines() if line.startswith("{")] for o in outputs]
-    assert all(results), "\n".join(outputs)
-    halves = [json.loads(lines[-1]) for lines in results]
+    halves = in_two_processes("two_process_worker.py", FLAGS[flags])
     case = make(1000, 512, 256, 32, 4, routing="zipf")
     y = run(case)
     for rank, half in enumerate(np.split(y, 2)):
