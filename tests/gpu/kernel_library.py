@@ -21,6 +21,7 @@ CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
+    "-lineinfo",  # for compute-sanitizer
     "-gencode=arch=compute_90a,code=sm_90a",
     "-Xcompiler",
     "-fPIC",
