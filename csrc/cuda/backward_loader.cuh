@@ -182,16 +182,20 @@ class GradLoader {
 
   __device__ uint8_t* a() const { return stages_.a[to_.stage]; }
   __device__ uint8_t* b() const { return stages_.b[to_.stage]; }
+  // Until a stage is free; not in a call that is given up: its consumers hand back stages that their
+  // bytes are still on the way to.
+  __device__ bool wait_free(uint64_t* empty, uint32_t parity) const {
+    return wait_barrier(empty, parity ^ 1, cta_abort_) && !cta_abort_.raised();
+  }
   __device__ bool begin(uint32_t bytes) {
-    if (!wait_barrier(&barriers_.empty[to_.stage], to_.parity ^ 1, cta_abort_)) return false;
+    if (!wait_free(&barriers_.empty[to_.stage], to_.parity)) return false;
     last_.begin(to_.stage, to_.parity);
     mbarrier_arrive_expect(&barriers_.full[to_.stage], bytes);
     return true;
   }
   __device__ bool begin_pair(int narrow, uint32_t bytes) {
     const int pair = pair_to_.pair();
-    if (!wait_barrier(&pair_barriers_.empty[pair][narrow], pair_to_.parity() ^ 1, cta_abort_))
-      return false;
+    if (!wait_free(&pair_barriers_.empty[pair][narrow], pair_to_.parity())) return false;
     last_.begin(kBackwardStages + 2 * pair + narrow, pair_to_.parity());
     mbarrier_arrive_expect(&pair_barriers_.full[pair][narrow], bytes);
     return true;

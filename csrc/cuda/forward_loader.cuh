@@ -34,7 +34,10 @@ __device__ inline void run_loader(const ForwardParams& p, ForwardStages& stages,
     const CUtensorMap* up = shared ? &maps.s_up : &maps.w_up;
     const int panel = tile.n * (down ? 4 : 2);
     for (int k = 0; k < tile.k_blocks; ++k, to.advance()) {
-      if (!wait_barrier(&barriers.empty[to.stage], to.parity ^ 1, cta_abort)) return land();
+      // Consumers of a call that is given up hand back stages that their bytes are still on the way
+      // to.
+      if (!wait_barrier(&barriers.empty[to.stage], to.parity ^ 1, cta_abort) || cta_abort.raised())
+        return land();
       last.begin(to.stage, to.parity);
       uint64_t* full = &barriers.full[to.stage];
       const int b_row = tile.b_row + k * kTileK;

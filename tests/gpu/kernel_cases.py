@@ -65,6 +65,7 @@ SHAPES = {
 ROUTINGS = ["uniform", "zipf", "one_rank", "one_expert", "some_empty"]
 ACTIVATIONS = [
     dict(activation="swiglu"),
+    dict(activation="swiglu", alpha=1.702),  # alpha alone
     dict(activation="swiglu", alpha=1.702, limit=0.7, up_offset=1.0),
     dict(activation="geglu"),
     dict(activation="reglu"),
