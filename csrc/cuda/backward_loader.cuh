@@ -182,8 +182,8 @@ class GradLoader {
 
   __device__ uint8_t* a() const { return stages_.a[to_.stage]; }
   __device__ uint8_t* b() const { return stages_.b[to_.stage]; }
-  // Until a stage is free; not in a call that is given up: its consumers hand back stages that their
-  // bytes are still on the way to.
+  // Until a stage is free; not in a call that is given up: its consumers hand back stages that
+  // their bytes are still on the way to.
   __device__ bool wait_free(uint64_t* empty, uint32_t parity) const {
     return wait_barrier(empty, parity ^ 1, cta_abort_) && !cta_abort_.raised();
   }

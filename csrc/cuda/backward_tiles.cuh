@@ -238,7 +238,7 @@ class GradScheduler {
     if (i >= kTileRing && !wait_barrier_timed(watch_, &ring_.released[at_.slot()], at_.parity() ^ 1,
                                               phase_of(tile.work), i))
       return false;
-    if (!wait_outbox(tile)) return false;
+    if (!wait_outbox(tile) || stuck(p_, watch_, phase_of(tile.work))) return false;
     ring_.tiles[at_.slot()] = tile;
     mbarrier_arrive(&ring_.known[at_.slot()]);
     jitter(p_, 0x10000 + i);

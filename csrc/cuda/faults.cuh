@@ -130,4 +130,11 @@ MOK_DEVICE void jitter(const CallParams& p, uint32_t place) {
   if ((h & 0x30000) == 0) __nanosleep(h & 0x3fff);  // one place in four
 }
 
+// Test hook: whether this tile is never to begin; then until the call is given up.
+MOK_DEVICE bool stuck(const CallParams& p, const Watch& w, FaultPhase phase) {
+  if (static_cast<int32_t>(phase) != p.hooks.stuck_phase || blockIdx.x != 0) return false;
+  while (!aborted(w)) __nanosleep(200);
+  return true;
+}
+
 }  // namespace jax_mok::cuda

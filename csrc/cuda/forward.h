@@ -123,6 +123,7 @@ struct TestHooks {
   uint32_t jitter_seed = 0;  // other than 0: random delays of up to some 10 us all over the kernel
   int32_t absent_rank = -1;  // this rank never says that it has come
   int32_t num_sms = 0;       // other than 0: as if the GPU had so many, for calls side by side
+  int32_t stuck_phase = -1;  // a FaultPhase: the first CTA never begins its first tile of it
 };
 
 // Empty, or a sentence that names the field, its value and what is allowed.

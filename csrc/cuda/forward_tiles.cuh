@@ -45,6 +45,7 @@ class Scheduler {
         return;
       }
       const Tile tile = i < shared ? shared_tile(i) : routed_tile(i - shared);
+      if (stuck(p_, watch_, phase_of(tile.work))) return;
       ring_.tiles[at.slot()] = tile;
       mbarrier_arrive(&ring_.known[at.slot()]);
       jitter(p_, 0x10000 + i);

@@ -144,9 +144,15 @@ class _Hooks(ctypes.Structure):
         ("jitter_seed", ctypes.c_uint32),
         ("absent_rank", ctypes.c_int32),
         ("num_sms", ctypes.c_int32),
+        ("stuck_phase", ctypes.c_int32),
     ]
 
 
+def _hooks(values):
+    return _Hooks(**{"absent_rank": -1, "stuck_phase": -1, **values})
+
+
+PHASES = "start dispatch gate_up down combine grad_hidden grad_input grad_weight".split()
 STATUS_FIELDS = "code rank phase tile counter value target call".split()
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "reglu": 2}
 
@@ -342,7 +348,7 @@ class _LayerCall:
 
     def launch(self, **hooks):
         s = self.settings
-        hooks = _Hooks(**{"jitter_seed": s.jitter_seed, "absent_rank": s.absent_rank, **hooks})
+        hooks = _hooks({"jitter_seed": s.jitter_seed, "absent_rank": s.absent_rank, **hooks})
         code = self._launch(
             ctypes.byref(self.facts),
             0,
@@ -502,7 +508,7 @@ class Peers:
     def launch(self, rank, stages=STAGES, call_id=0, **hooks):
         buffers = self._buffers[rank]
         buffers.call_id = call_id
-        hooks = _Hooks(**{"absent_rank": -1, "num_sms": self._num_sms, **hooks})
+        hooks = _hooks({"num_sms": self._num_sms, **hooks})
         for stage in stages:
             code = self._launch_stage(
                 STAGES.index(stage),
@@ -564,6 +570,37 @@ def check_absent_rank(call, absent):
     assert time.monotonic() - began < 2
     assert [f["rank"] for f in faults] == list(range(call.problem.ranks))
     assert all(f["code"] == 1 and f["phase"] == 0 and f["counter"] == absent for f in faults)
+
+
+def check_stuck(call, phase):
+    """A call in which a CTA stops amid its tiles, while others have theirs under way: every rank
+    leaves in time, and all that the call writes is NaN."""
+    began = time.monotonic()
+    faults = _failing(call, stuck_phase=PHASES.index(phase))
+    assert time.monotonic() - began < 2
+    assert [f["rank"] for f in faults] == list(range(call.problem.ranks))
+    assert faults[0]["code"] == 1  # the rank itself ran out of time
+
+
+def check_given_up_anywhere(call, check_good):
+    """Waits that may last from one to some hundred microseconds: calls are given up wherever they
+    happen to be. Each is right or says that it is not, and leaves nothing but NaN then."""
+    settings = call.facts.timeout_seconds
+    given_up = 0
+    for microseconds in (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200):
+        for _ in range(6):
+            call.poison()
+            call.facts.timeout_seconds = microseconds * 1e-6
+            call.launch()
+            call.kernels.synchronize()
+            if not call.faults():
+                check_good()
+            else:
+                given_up += 1
+                for name, tensor in call.outputs.items():
+                    assert tensor.isnan().all(), (microseconds, name)
+    call.facts.timeout_seconds = settings
+    assert given_up > 0
 
 
 def _failing(call, **hooks):

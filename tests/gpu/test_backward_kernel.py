@@ -329,6 +329,27 @@ def test_absent_rank(kernels, absent, save):
     assert_same_bits(kernels, call.run(), good)
 
 
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("phase", ["grad_hidden", "grad_input", "grad_weight"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_stuck(kernels, ranks, phase, save):
+    problem = P(1000, 1024, 256, 16, 4, ranks=ranks, biases=True, shared=128)
+    inputs = make_inputs(kernels.torch, problem)
+    call = backward(kernels, problem, inputs, kl.Settings(timeout=0.05), save)
+    good = call.run()
+    kl.check_stuck(call, phase)
+    assert_same_bits(kernels, call.run(), good)
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_given_up_anywhere(kernels, save):
+    problem = P(4000, 1024, 512, 32, 4, shared=256)
+    call = backward(kernels, problem, make_inputs(kernels.torch, problem), save=save)
+    good = call.run()
+    kl.check_given_up_anywhere(call, lambda: assert_same_bits(kernels, call.outputs, good))
+    assert_same_bits(kernels, call.run(), good)
+
+
 def test_calls_after_a_failure_of_the_other(kernels):
     """Forward and backward share heaps: one that gave up leaves nothing behind for the other."""
     torch = kernels.torch

@@ -174,6 +174,30 @@ def test_absent_rank(kernels, absent):
     assert torch.equal(call.run(), good)
 
 
+@pytest.mark.parametrize("phase", ["gate_up", "down"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_stuck(kernels, ranks, phase):
+    torch = kernels.torch
+    problem = P(1000, 1024, 256, 16, 4, ranks=ranks, shared=128)
+    call = kl.Call(kernels, problem, make_inputs(torch, problem), kl.Settings(timeout=0.05))
+    good = call.run()
+    kl.check_stuck(call, phase)
+    assert torch.equal(call.run(), good)
+
+
+def test_given_up_anywhere(kernels):
+    torch = kernels.torch
+    problem = P(4000, 1024, 512, 32, 4, shared=256)
+    call = kl.Call(kernels, problem, make_inputs(torch, problem))
+    good = call.run()
+    kl.check_given_up_anywhere(call, lambda: assert_y(call, good))
+    assert torch.equal(call.run(), good)
+
+
+def assert_y(call, good):
+    assert call.kernels.torch.equal(call.outputs["y"], good)
+
+
 @pytest.mark.parametrize(
     "problem, field",
     [
