@@ -101,20 +101,36 @@ __global__ void __launch_bounds__(kCopyThreads) copy(const __grid_constant__ Cal
 
 // ---- count ----
 
-// One warp's walk over a chunk of a source's ids: visit(ids, flat index, id) by all lanes, in
-// ascending order of the flat index. Past the end the id is that of an unused slot.
-template <typename Visit>
-MOK_DEVICE void for_each_id(const CallParams& p, int v, int source, int chunk, Visit visit) {
-  const int num_ids = p.geometry.shape.num_tokens * p.geometry.shape.top_k;
-  const int32_t* ids = p.ids_of(source, v);
-  const int first = chunk * kChunkIds + threadIdx.x % 32;
-  int32_t id[kChunkIds / 32];  // one round trip for all of them
+// One warp's chunk of a source's ids: lane l holds those at first + l, first + l + 32, ...; past
+// the end those of an unused slot. All are asked for at once: a chunk costs one round trip to
+// memory.
+class ChunkIds {
+ public:
+  // Those of another rank only if all ranks have come (`came`): memory of a rank that is gone is
+  // left alone.
+  MOK_DEVICE ChunkIds(const CallParams& p, int v, int source, int chunk, bool came)
+      : first_(chunk * kChunkIds + threadIdx.x % 32) {
+    const int num_ids = came ? p.geometry.shape.num_tokens * p.geometry.shape.top_k : 0;
+    const int32_t* ids = p.ids_of(source, v);
+    const auto load = [&](int i) { return i >= 0 && i < num_ids ? ids[i] : plan::kUnusedSlot; };
+    below_ = load(first_ - 32);
 #pragma unroll
-  for (int r = 0; r < kChunkIds / 32; ++r)
-    id[r] = first + 32 * r < num_ids ? ids[first + 32 * r] : plan::kUnusedSlot;
+    for (int r = 0; r < kRounds; ++r) id_[r] = load(first_ + 32 * r);
+  }
+  // visit(flat index, id, the id 32 places before) by all lanes, in ascending order.
+  template <typename Visit>
+  MOK_DEVICE void for_each(Visit visit) const {
 #pragma unroll
-  for (int r = 0; r < kChunkIds / 32; ++r) visit(ids, first + 32 * r, id[r]);
-}
+    for (int r = 0; r < kRounds; ++r)
+      visit(first_ + 32 * r, id_[r], r > 0 ? id_[r > 0 ? r - 1 : 0] : below_);
+  }
+
+ private:
+  static constexpr int kRounds = kChunkIds / 32;
+  const int first_;
+  int32_t id_[kRounds], below_;
+};
+static_assert(kMaxTopK <= 32, "a token's earlier ids are among the 32 before");
 
 // The local expert of an id, or -1 if another rank owns it or the slot is unused.
 MOK_DEVICE int local_expert(const CallParams& p, int rank, int32_t id) {
@@ -123,13 +139,18 @@ MOK_DEVICE int local_expert(const CallParams& p, int rank, int32_t id) {
   return plan::owner(id, num_local) == rank ? plan::local(id, num_local) : -1;
 }
 
-MOK_DEVICE void check_id(const CallParams& p, const Watch& watch, int source, const int32_t* ids,
-                         int i, int32_t id) {
-  if (id == plan::kUnusedSlot) return;
-  const int top_k = p.geometry.shape.top_k;
+// Whole warp: lane l has the id at flat index i, and the one 32 places before.
+MOK_DEVICE void check_id(const CallParams& p, const Watch& watch, int source, int i, int32_t id,
+                         int32_t below) {
+  const int top_k = p.geometry.shape.top_k, lane = threadIdx.x % 32;
   const int token = i / top_k, slot = i % top_k;
   bool repeated = false;
-  for (int j = 0; j < slot; ++j) repeated |= ids[token * top_k + j] == id;
+  for (int back = 1; back < top_k; ++back) {
+    // Who gives is asked by one lane only, so it knows which of its two ids is wanted.
+    const int32_t other = __shfl_sync(kAllLanes, lane + back < 32 ? id : below, (lane - back) & 31);
+    repeated |= back <= slot && other == id;
+  }
+  if (id == plan::kUnusedSlot) return;
   const bool valid = plan::valid_expert(id, p.geometry.num_experts);
   if (valid && !repeated) return;
   const FaultCode code = valid ? FaultCode::kIdRepeated : FaultCode::kIdOutOfRange;
@@ -140,7 +161,11 @@ __global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ Ca
   extern __shared__ int32_t counters[];  // [warps][El]
   const Geometry& g = p.geometry;
   const int source = blockIdx.y, v = blockIdx.z, rank = p.rank(v);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk = blockIdx.x * kPlanWarps + warp;
   const Watch watch = make_watch(p, v);
+  // Published by a kernel before, here or on a GPU that another kernel waited for.
+  const ChunkIds ids(p, v, source, chunk, source == rank || !aborted(watch));
   const HeapControl* own = p.heap_control(rank);
   // Every rank checks the ids of all ranks: so all come to the same verdict. Peers on other GPUs
   // have been waited for.
@@ -151,14 +176,12 @@ __global__ void __launch_bounds__(kPlanThreads) count(const __grid_constant__ Ca
   if (!__syncthreads_and(came)) return;
 
   const int num_local = g.shape.num_local_experts;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int chunk = blockIdx.x * kPlanWarps + warp;
   if (chunk >= g.num_chunks) return;
   int32_t* mine = counters + warp * num_local;
   for (int e = lane; e < num_local; e += 32) mine[e] = 0;
   __syncwarp();
-  for_each_id(p, v, source, chunk, [&](const int32_t* ids, int i, int32_t id) {
-    check_id(p, watch, source, ids, i, id);
+  ids.for_each([&](int i, int32_t id, int32_t below) {
+    check_id(p, watch, source, i, id, below);
     const int e = local_expert(p, rank, id);
     if (e >= 0) atomicAdd(&mine[e], 1);
   });
@@ -264,10 +287,20 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Ca
   const Geometry& g = p.geometry;
   const plan::Shape& s = g.shape;
   const int source = blockIdx.y, v = blockIdx.z, rank = p.rank(v);
-  if (p.control(v)->abort != 0) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk = blockIdx.x * kPlanWarps + warp;
+  const bool given_up = p.control(v)->abort != 0;
+  const ChunkIds ids(p, v, source, chunk, source == rank || !given_up);
   const int num_local = s.num_local_experts;
-  int32_t* first_block = shared;  // [El + 1]
-  scan_blocks(p, v, first_block);
+  int32_t* first_block = shared;                              // [El + 1]
+  int32_t* next = shared + num_local + 1 + warp * num_local;  // next[e]: rows placed so far
+  if (chunk < g.num_chunks) {
+    const int32_t* before = p.array<int32_t>(g.workspace.chunk_counts, v) +
+                            int64_t{source} * num_local * g.num_chunks + chunk;
+    for (int e = lane; e < num_local; e += 32) next[e] = before[int64_t{e} * g.num_chunks];
+  }
+  if (given_up) return;
+  scan_blocks(p, v, first_block);  // synchronises
 
   const int cta = blockIdx.y * gridDim.x + blockIdx.x, ctas = gridDim.x * gridDim.y;
   for (int e = cta; e < num_local; e += ctas) place_blocks<kPass>(p, v, e, first_block);
@@ -275,14 +308,7 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Ca
     for (int e = threadIdx.x; e <= num_local; e += blockDim.x)
       p.array<int32_t>(g.workspace.expert_first_block, v)[e] = first_block[e];
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int chunk = blockIdx.x * kPlanWarps + warp;
   if (chunk >= g.num_chunks) return;
-  int32_t* next = shared + num_local + 1 + warp * num_local;  // next[e]: rows placed so far
-  const int32_t* before = p.array<int32_t>(g.workspace.chunk_counts, v) +
-                          int64_t{source} * num_local * g.num_chunks + chunk;
-  for (int e = lane; e < num_local; e += 32) next[e] = before[int64_t{e} * g.num_chunks];
-  __syncwarp();
   const int32_t* counts = p.array<int32_t>(g.workspace.counts, v);
   const char* tokens = p.tokens_of(source, v);
   char* slots = p.heap(source) + g.heap.slots;
@@ -291,7 +317,7 @@ __global__ void __launch_bounds__(kPlanThreads) place(const __grid_constant__ Ca
   int32_t* token_rows =
       s.num_ranks > 1 ? p.array<int32_t>(g.workspace.token_rows, v) + int64_t{source} * num_ids
                       : nullptr;
-  for_each_id(p, v, source, chunk, [&](const int32_t*, int i, int32_t id) {
+  ids.for_each([&](int i, int32_t id, int32_t) {
     const int e = local_expert(p, rank, id);
     // Lanes with the same expert take consecutive places, in lane order.
     const uint32_t same = __match_any_sync(kAllLanes, e);
