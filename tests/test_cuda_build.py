@@ -1,5 +1,7 @@
 """The CUDA kernels compile as they must: no spills, no serialised wgmma. Needs no GPU."""
 
+import hashlib
+import os
 import pathlib
 import re
 import shutil
@@ -17,11 +19,26 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 
 def compile_cubin(source, target):
-    """Compiles to machine code; returns what the compiler said."""
+    """Compiles to machine code; returns what the compiler said. In JAX_MOK_CUBINS, a folder, it is
+    kept for the next test run of the same sources."""
+    folder = os.environ.get("JAX_MOK_CUBINS")
+    if folder:
+        sources = sorted(p for p in CSRC.rglob("*") if p.is_file())
+        digest = hashlib.sha256(source.encode())
+        for path in sources:
+            digest.update(path.read_bytes())
+        kept = pathlib.Path(folder) / digest.hexdigest()[:16]
+        if (kept / "report").exists():
+            shutil.copy(kept / "cubin", target)
+            return (kept / "report").read_text()
     command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin"]
     command += ["-Xptxas", "-v", f"-I{CSRC}", "-o", str(target), str(CSRC / "cuda" / source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert done.returncode == 0, done.stderr
+    if folder:
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copy(target, kept / "cubin")
+        (kept / "report").write_text(done.stderr)
     return done.stderr
 
 
@@ -61,10 +78,10 @@ def test_forward_report(forward):
 
 def test_backward_report(backward):
     """Where gate and up are computed again, 192 of a consumer's 224 registers are accumulators: the
-    epilogue has to put words aside (200 bytes, twice that with biases and limits), a few times per
-    tile; `test_instructions` sees to it that no main loop does so."""
+    epilogue has to put words aside (40 bytes, 190 with biases and limits), a few times per tile;
+    `test_instructions` sees to it that no main loop does so."""
     report, _ = backward
-    check_report(report, kernels=6, most_spilled=400)
+    check_report(report, kernels=6, most_spilled=250)
     assert set(re.findall(r"Used (\d+) registers", report)) == {"168"}
 
 

@@ -19,8 +19,9 @@ from jax_layers import make
 import jax_mok
 from jax_mok import _cuda
 
-case = make(256, 512, 256, 16, 4)
-other = make(256, 512, 256, 16, 4, seed=1, routing="zipf")
+parts = dict(biases=True, shared=128, shared_gate=True)
+case = make(256, 512, 256, 16, 4, **parts)
+other = make(256, 512, 256, 16, 4, seed=1, routing="zipf", **parts)
 
 
 def chain(args, ids):

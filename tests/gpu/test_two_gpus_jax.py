@@ -364,7 +364,7 @@ def test_jittered_forward_and_backward_calls():
 def test_two_processes(flags):
     """One GPU each, joined by jax.distributed: the same code, and the bits of one GPU."""
     halves = in_two_processes("two_process_worker.py", FLAGS[flags])
-    case = make(1000, 512, 256, 32, 4, routing="zipf")
+    case = make(1000, 512, 256, 32, 4, routing="zipf", biases=True)
     y = run(case)
     for rank, half in enumerate(np.split(y, 2)):
         digest = hashlib.sha256(np.ascontiguousarray(half).tobytes()).hexdigest()

@@ -25,7 +25,7 @@ from jax_mok import _cuda
 
 mesh = Mesh(np.array(jax.devices("gpu")), ("expert",))
 assert mesh.size == 2 and len(jax.local_devices(backend="gpu")) == 1
-case = make(1000, 512, 256, 32, 4, routing="zipf")
+case = make(1000, 512, 256, 32, 4, routing="zipf", biases=True)
 
 
 def put(array):
